@@ -1,0 +1,446 @@
+"""OLMo 3: the model, its loss, and its parameter and FLOP counts.
+
+Axis letters, the same in annotations, einsum and rearrange:
+
+    B batch             N query heads              D d_model, the residual stream
+    S query position    K key/value heads          F d_ff, the SwiGLU width
+    T key position      G query heads per key head V padded vocabulary
+    C loss chunk        H head dimension           L layers that share a place in the window pattern
+
+Mesh axes: "data" replicates, "fsdp" shards. Every matrix is stored with its D (embeddings: V) first, and
+that dimension is split over "fsdp"; norm gains are replicated; activations are split over both by batch.
+
+Sources: OLMo-core (src/olmo_core, June 2026, after 2.5.0) for arithmetic, cited at the line it justifies;
+transformers 5.24.0 modeling_olmo3.py agrees with it.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from jax.sharding import AxisType, Mesh, reshard
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Float32, Int32, Key
+
+
+@dataclass(frozen=True)
+class YarnConfig:
+    """RoPE scaling of the long-context stage (YaRN, arXiv 2309.00071); full-attention layers only."""
+
+    factor: float = 8.0
+    """How many times longer the context becomes."""
+    original_context: int = 8192
+    """Context length before scaling, in tokens."""
+    beta_fast: float = 32.0
+    """Dimensions that turn more often than this within the original context keep their frequency."""
+    beta_slow: float = 1.0
+    """Dimensions that turn less often than this are slowed by the whole factor."""
+    attention_factor: float = 1.2079441541679836
+    """Multiplies cos and sin, hence its square the scores; 0.1 ln(factor) + 1."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One OLMo 3. The defaults are the 7B (OLMo-core nn/transformer/config.py:972)."""
+
+    vocab_size: int = 100_352
+    """Rows of both embeddings: the tokenizer's ids, padded to a multiple of 128."""
+    tokenizer_size: int = 100_278
+    """Ids the tokenizer can produce; the rest are trained as never-seen targets and not exported."""
+    d_model: int = 4096
+    """Width of the residual stream."""
+    n_layers: int = 32
+    """Blocks; a multiple of the window pattern."""
+    n_heads: int = 32
+    """Query heads."""
+    n_kv_heads: int = 32
+    """Key/value heads; query head i reads key head i // (n_heads / n_kv_heads)."""
+    d_head: int = 128
+    """Width of one head."""
+    d_ff: int = 11_008
+    """Hidden width of the SwiGLU."""
+    windows: tuple[int | None, ...] = (4096, 4096, 4096, None)
+    """Attention window of each layer in turn, repeated over the depth; it counts the query itself, None is full."""
+    rope_theta: float = 500_000.0
+    """Base of the rotary frequencies, the same in every layer."""
+    yarn: YarnConfig | None = None
+    """Scaling of the rotary frequencies in full-attention layers; None is none."""
+    norm_eps: float = 1e-6
+    """Added to the mean square in every RMSNorm."""
+    init_std: float = 0.02
+    """Deviation of every matrix before truncation at three of them."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """What forward and backward run in; weights stay float32, norms, rotary, softmax and loss run in float32."""
+    remat: Literal["none", "full"] = "full"
+    """What the backward pass recomputes: nothing, or each group of layers from its input."""
+    loss_chunk: int = 1024
+    """Positions of each sequence whose logits exist at a time."""
+
+    def __post_init__(self) -> None:
+        if self.n_layers % len(self.windows):
+            raise ValueError(
+                f"n_layers={self.n_layers} is not a multiple of the {len(self.windows)}-layer pattern"
+                f" windows={self.windows}; change the depth or give the pattern whole"
+            )
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"n_heads={self.n_heads} does not divide over n_kv_heads={self.n_kv_heads};"
+                " use a divisor of n_heads"
+            )
+        if self.d_head % 2:
+            raise ValueError(f"d_head={self.d_head} must be even: rotary embedding turns pairs")
+        if not 0 < self.tokenizer_size <= self.vocab_size:
+            raise ValueError(
+                f"tokenizer_size={self.tokenizer_size} must be in 1..vocab_size={self.vocab_size};"
+                " pad the vocabulary up to a multiple of 128"
+            )
+        if any(w is not None and w < 1 for w in self.windows):
+            raise ValueError(
+                f"windows={self.windows}: a window holds at least 1 key; use None for full"
+            )
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The compute dtype as a dtype."""
+        return jnp.dtype(self.compute_dtype)
+
+
+def make_mesh(n_data: int = 1, n_fsdp: int | None = None, devices: list | None = None) -> Mesh:
+    """Makes the explicit ("data", "fsdp") mesh; the default shards over every device given."""
+    devices = jax.devices() if devices is None else devices
+    shape = (n_data, len(devices) // n_data if n_fsdp is None else n_fsdp)
+    return jax.make_mesh(shape, ("data", "fsdp"), (AxisType.Explicit,) * 2, devices=devices)
+
+
+def init_matrix(key: Key[Array, ""], std: float, *shape: int) -> Float32[Array, "..."]:
+    """Truncated normal, cut at three deviations without compensation (OLMo-core nn/transformer/init.py:30)."""
+    spec = P("fsdp", *[None] * (len(shape) - 1))
+    draw = jax.random.truncated_normal(key, -3.0, 3.0, shape, jnp.float32, out_sharding=spec)
+    return draw * std
+
+
+def init_gain(*shape: int) -> Float32[Array, "..."]:
+    """Ones, replicated: norm gains are too small to shard."""
+    return jnp.ones(shape, jnp.float32, out_sharding=P(*[None] * len(shape)))
+
+
+def gather(w: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
+    """All-gathers a sharded master weight for use in one matmul; the only place where weights move.
+
+    `reduced` promises that the cotangent may arrive unreduced, so the transpose is a reduce-scatter.
+    Casting after the reshard keeps that reduction in float32, as the recipe's reduce_dtype asks
+    (OLMo-3-1025-7B-pretrain-1.py:84); XLA moves the cast ahead, so the forward pass gathers bfloat16.
+    """
+    return reshard(w, P(reduced=frozenset({"data", "fsdp"}))).astype(dtype)
+
+
+@jax.named_scope("norm")
+def rms_norm(
+    x: Float[Array, "*any"], gain: Float[Array, "*shape"], eps: float
+) -> Float[Array, "*any"]:
+    """Normalises the trailing axes that `gain` has; float32 inside, gain applied before the cast back.
+
+    The gain is rounded to the compute dtype first, as the reference's mixed precision does (spec T10).
+    Source: OLMo-core nn/layer_norm.py:210.
+    """
+    axes = tuple(range(-gain.ndim, 0))
+    h = x.astype(jnp.float32)
+    h = h * jax.lax.rsqrt(jnp.mean(jnp.square(h), axis=axes, keepdims=True) + eps)
+    return (h * gain.astype(x.dtype).astype(jnp.float32)).astype(x.dtype)
+
+
+def inverse_frequencies(config: ModelConfig, scaled: bool) -> Float32[np.ndarray, " half"]:
+    """Radians per position of each pair of dimensions (OLMo-core nn/rope.py:48, YaRN at :249)."""
+    exponent = np.arange(0, config.d_head, 2, dtype=np.float32) / np.float32(config.d_head)
+    plain = np.float32(1.0) / np.power(np.float32(config.rope_theta), exponent)
+    if config.yarn is None or not scaled:
+        return plain
+    yarn, half = config.yarn, config.d_head // 2
+
+    def dimension(turns: float) -> float:
+        ratio = yarn.original_context / (2 * math.pi * turns)
+        return config.d_head * math.log(ratio) / (2 * math.log(config.rope_theta))
+
+    low = max(math.floor(dimension(yarn.beta_fast)), 0)
+    high = min(math.ceil(dimension(yarn.beta_slow)), half - 1)
+    ramp = (np.arange(half, dtype=np.float32) - low) / np.float32(max(high - low, 1e-3))
+    ramp = np.clip(ramp, 0, 1)
+    return (plain / np.float32(yarn.factor)) * ramp + plain * (1 - ramp)
+
+
+def rope_table(
+    config: ModelConfig, positions: Int32[Array, "*S"], scaled: bool
+) -> tuple[Float32[Array, "*S half"], Float32[Array, "*S half"]]:
+    """Cosines and sines of every position, float32: bfloat16 would round position 257 to 256."""
+    angles = positions.astype(jnp.float32)[..., None] * inverse_frequencies(config, scaled)
+    scale = config.yarn.attention_factor if config.yarn is not None and scaled else 1.0
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def rotate(
+    x: Float[Array, "B S N H"], table: tuple[Float32[Array, "S half"], Float32[Array, "S half"]]
+) -> Float[Array, "B S N H"]:
+    """Turns the pairs (i, i + H/2) in float32 and rounds back (OLMo-core nn/rope.py:470-578)."""
+    cos, sin = (t[:, None, :] for t in table)
+    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+
+
+def attention_mask(
+    n_queries: int, window: int | None, segments: Int32[Array, "B S"] | None
+) -> Bool[Array, "#B S T"]:
+    """True where query S may read key T: not ahead, less than `window` back, same document."""
+    back = jnp.arange(n_queries)[:, None] - jnp.arange(n_queries)[None, :]
+    mask = (back >= 0) & (back < (n_queries if window is None else window))
+    if segments is None:
+        return mask[None]
+    return mask[None] & (segments[:, :, None] == segments[:, None, :])
+
+
+@jax.named_scope("attention")
+def attend(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    mask: Bool[Array, "#B S T"],
+) -> Float[Array, "B S N H"]:
+    """Softmax attention with scale 1/sqrt(H); scores and softmax in float32, as flash attention keeps them."""
+    q = rearrange(q, "B S (K G) H -> B S K G H", K=k.shape[2])
+    scores = jnp.einsum("BSKGH,BTKH->BKGST", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask[:, None, None], scores * q.shape[-1] ** -0.5, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return rearrange(jnp.einsum("BKGST,BTKH->BSKGH", weights, v), "B S K G H -> B S (K G) H")
+
+
+class Attention(eqx.Module):
+    """Grouped-query attention; queries and keys are normalised over the whole projection, before heads."""
+
+    w_q: Float32[Array, "D N H"]
+    w_k: Float32[Array, "D K H"]
+    w_v: Float32[Array, "D K H"]
+    w_o: Float32[Array, "D N H"]
+    q_norm: Float32[Array, "N H"]
+    k_norm: Float32[Array, "K H"]
+
+    def __init__(self, config: ModelConfig, key: Key[Array, ""]):
+        d, n, k, h = config.d_model, config.n_heads, config.n_kv_heads, config.d_head
+        k_q, k_k, k_v, k_o = jax.random.split(key, 4)
+        self.w_q = init_matrix(k_q, config.init_std, d, n, h)
+        self.w_k = init_matrix(k_k, config.init_std, d, k, h)
+        self.w_v = init_matrix(k_v, config.init_std, d, k, h)
+        self.w_o = init_matrix(k_o, config.init_std, d, n, h)
+        self.q_norm = init_gain(n, h)
+        self.k_norm = init_gain(k, h)
+
+    def project(
+        self, x: Float[Array, "B S D"], table: tuple, eps: float
+    ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+        """Queries, keys and values, ready to attend (OLMo-core nn/attention/__init__.py:549)."""
+        q = jnp.einsum("BSD,DNH->BSNH", x, gather(self.w_q, x.dtype))
+        k = jnp.einsum("BSD,DKH->BSKH", x, gather(self.w_k, x.dtype))
+        v = jnp.einsum("BSD,DKH->BSKH", x, gather(self.w_v, x.dtype))
+        q = rms_norm(q, self.q_norm, eps)
+        k = rms_norm(k, self.k_norm, eps)
+        return rotate(q, table), rotate(k, table), v
+
+    def output(self, y: Float[Array, "B S N H"]) -> Float[Array, "B S D"]:
+        """Mixes the heads back into the residual width."""
+        return jnp.einsum("BSNH,DNH->BSD", y, gather(self.w_o, y.dtype))
+
+
+class FeedForward(eqx.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)) (OLMo-core nn/feed_forward.py:171)."""
+
+    w_gate: Float32[Array, "D F"]
+    w_up: Float32[Array, "D F"]
+    w_down: Float32[Array, "D F"]
+
+    def __init__(self, config: ModelConfig, key: Key[Array, ""]):
+        k_gate, k_up, k_down = jax.random.split(key, 3)
+        self.w_gate = init_matrix(k_gate, config.init_std, config.d_model, config.d_ff)
+        self.w_up = init_matrix(k_up, config.init_std, config.d_model, config.d_ff)
+        self.w_down = init_matrix(k_down, config.init_std, config.d_model, config.d_ff)
+
+    @jax.named_scope("ffn")
+    def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        gate = jnp.einsum("BSD,DF->BSF", x, gather(self.w_gate, x.dtype))
+        up = jnp.einsum("BSD,DF->BSF", x, gather(self.w_up, x.dtype))
+        return jnp.einsum("BSF,DF->BSD", jax.nn.silu(gate) * up, gather(self.w_down, x.dtype))
+
+
+class Block(eqx.Module):
+    """Reordered norm: each sub-layer reads the raw residual and its output is normalised (block.py:293)."""
+
+    attn: Attention
+    ffn: FeedForward
+    attn_norm: Float32[Array, " D"]
+    ffn_norm: Float32[Array, " D"]
+
+    def __init__(self, config: ModelConfig, key: Key[Array, ""]):
+        k_attn, k_ffn = jax.random.split(key)
+        self.attn = Attention(config, k_attn)
+        self.ffn = FeedForward(config, k_ffn)
+        self.attn_norm = init_gain(config.d_model)
+        self.ffn_norm = init_gain(config.d_model)
+
+    def add_attention(self, x: Float[Array, "B S D"], y: Float[Array, "B S N H"], eps: float):
+        """The residual after attention, from what the heads read."""
+        return x + rms_norm(self.attn.output(y), self.attn_norm, eps)
+
+    def add_ffn(self, x: Float[Array, "B S D"], eps: float) -> Float[Array, "B S D"]:
+        """The residual after the feed-forward layer."""
+        return x + rms_norm(self.ffn(x), self.ffn_norm, eps)
+
+
+class Olmo3(eqx.Module):
+    """Embedding, blocks, final norm, untied head.
+
+    `blocks[i]` holds the layers at place i of the window pattern, stacked: layer l of the network is
+    `blocks[l % len(windows)]` at index l // len(windows) of every leaf's leading L axis.
+    """
+
+    embed: Float32[Array, "V D"]
+    blocks: tuple[Block, ...]
+    norm: Float32[Array, " D"]
+    unembed: Float32[Array, "V D"]
+    config: ModelConfig = eqx.field(static=True)
+
+    def __init__(self, config: ModelConfig, key: Key[Array, ""]):
+        period = len(config.windows)
+        k_embed, k_unembed, k_blocks = jax.random.split(key, 3)
+        keys = rearrange(
+            jax.random.split(k_blocks, config.n_layers), "(L period) -> period L", period=period
+        )
+        self.embed = init_matrix(k_embed, config.init_std, config.vocab_size, config.d_model)
+        self.blocks = tuple(
+            eqx.filter_vmap(functools.partial(Block, config))(keys[i]) for i in range(period)
+        )
+        self.norm = init_gain(config.d_model)
+        self.unembed = init_matrix(k_unembed, config.init_std, config.vocab_size, config.d_model)
+        self.config = config
+
+    def __call__(
+        self, tokens: Int32[Array, "B S"], segments: Int32[Array, "B S"] | None = None
+    ) -> Float[Array, "B S D"]:
+        """Final hidden states, normalised: what the head reads. `segments` confines attention to documents."""
+        return forward(self, tokens, segments)[0]
+
+
+@jax.named_scope("embed")
+def embed_tokens(model: Olmo3, tokens: Int32[Array, "B S"]) -> Float[Array, "B S D"]:
+    """Rows of the embedding, one per token, split over the mesh like the tokens."""
+    table = gather(model.embed, model.config.dtype)
+    return table.at[tokens].get(out_sharding=P(*jax.typeof(tokens).sharding.spec, None))
+
+
+def forward(
+    model: Olmo3,
+    tokens: Int32[Array, "B S"],
+    segments: Int32[Array, "B S"] | None = None,
+    keep_states: bool = False,
+) -> tuple[Float[Array, "B S D"], tuple[Float[Array, "L B S D"], ...] | None]:
+    """Runs the blocks, one scan step per repetition of the window pattern.
+
+    Returns:
+        hidden: the final states after the last norm.
+        states: with `keep_states`, the residual after each block, laid out like `model.blocks`.
+    """
+    config, n_positions = model.config, tokens.shape[1]
+    positions = jnp.arange(n_positions)
+    tables = {scaled: rope_table(config, positions, scaled) for scaled in (False, True)}
+    masks = {w: attention_mask(n_positions, w, segments) for w in config.windows}
+
+    def group(x: Float[Array, "B S D"], blocks: tuple[Block, ...]):
+        states = []
+        for block, window in zip(blocks, config.windows, strict=True):
+            q, k, v = block.attn.project(x, tables[window is None], config.norm_eps)
+            x = block.add_attention(x, attend(q, k, v, masks[window]), config.norm_eps)
+            x = block.add_ffn(x, config.norm_eps)
+            states.append(x)
+        return x, tuple(states) if keep_states else None
+
+    if config.remat == "full":
+        group = jax.checkpoint(group)
+    x, states = jax.lax.scan(group, embed_tokens(model, tokens), model.blocks)
+    return rms_norm(x, model.norm, config.norm_eps), states
+
+
+@jax.named_scope("unembed")
+def logits(model: Olmo3, hidden: Float[Array, "B S D"]) -> Float32[Array, "B S V"]:
+    """Scores of the next token, rounded to the compute dtype as the reference does, then float32."""
+    head = gather(model.unembed, hidden.dtype)
+    return jnp.einsum("BSD,VD->BSV", hidden, head).astype(jnp.float32)
+
+
+@jax.named_scope("loss")
+def token_losses(
+    model: Olmo3, hidden: Float[Array, "B S D"], targets: Int32[Array, "B S"]
+) -> tuple[Float32[Array, "B S"], Float32[Array, "B S"]]:
+    """Cross-entropy in nats and squared log-normaliser of every position; zero where the target is negative.
+
+    Logits exist for `loss_chunk` positions at a time and are recomputed in the backward pass. The head
+    enters the loop as float32 so that its gradient is summed over chunks in float32.
+    """
+    n_positions = hidden.shape[1]
+    chunk = min(model.config.loss_chunk, n_positions)
+    padding = -n_positions % chunk
+    hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
+    targets = jnp.pad(targets, ((0, 0), (0, padding)), constant_values=-1)
+    head = gather(model.unembed, model.unembed.dtype)
+
+    @jax.checkpoint
+    def chunk_losses(
+        head: Float[Array, "V D"], hidden: Float[Array, "B C D"], targets: Int32[Array, "B C"]
+    ) -> tuple[Float32[Array, "B C"], Float32[Array, "B C"]]:
+        scores = jnp.einsum("BCD,VD->BCV", hidden, head.astype(hidden.dtype)).astype(jnp.float32)
+        normaliser = jax.nn.logsumexp(scores, axis=-1)
+        index = jnp.maximum(targets, 0)[..., None]
+        target_score = jnp.take_along_axis(scores, index, axis=-1)[..., 0]
+        is_target = targets >= 0
+        ce = jnp.where(is_target, normaliser - target_score, 0.0)
+        return ce, jnp.where(is_target, jnp.square(normaliser), 0.0)
+
+    def step(_: None, xs: tuple) -> tuple[None, tuple]:
+        return None, chunk_losses(head, *xs)
+
+    chunks = (
+        rearrange(hidden, "B (n C) D -> n B C D", C=chunk),
+        rearrange(targets, "B (n C) -> n B C", C=chunk),
+    )
+    _, losses = jax.lax.scan(step, None, chunks)
+    ce, z = (rearrange(x, "n B C -> B (n C)")[:, :n_positions] for x in losses)
+    return ce, z
+
+
+def n_parameters(config: ModelConfig) -> int:
+    """All trained numbers (spec 1.4's "total params")."""
+    d, n, k, h = config.d_model, config.n_heads, config.n_kv_heads, config.d_head
+    block = 2 * d * n * h + 2 * d * k * h + n * h + k * h + 3 * d * config.d_ff + 2 * d
+    return config.n_layers * block + 2 * config.vocab_size * d + d
+
+
+def n_non_embedding_parameters(config: ModelConfig) -> int:
+    """All but the input embedding; the head counts, as in OLMo-core (nn/transformer/config.py:509)."""
+    return n_parameters(config) - config.vocab_size * config.d_model
+
+
+def flops_per_token(config: ModelConfig, n_positions: int, window_aware: bool = True) -> int:
+    """Forward and backward FLOPs of one token, OLMo-core's count (nn/transformer/model.py:982).
+
+    6 per weight, 12 N H per visible key and layer, no half for causality; input embedding and block norms
+    are free. `window_aware=False` counts every layer as full attention, as published MFU figures do.
+    """
+    d, n, k, h = config.d_model, config.n_heads, config.n_kv_heads, config.d_head
+    weights = 2 * d * n * h + 2 * d * k * h + n * h + k * h + 3 * d * config.d_ff
+    reach = [
+        n_positions if w is None or not window_aware else min(w, n_positions)
+        for w in config.windows
+    ]
+    keys = sum(reach) * (config.n_layers // len(config.windows))
+    return config.n_layers * 6 * weights + 12 * n * h * keys + 6 * (config.vocab_size + 1) * d
