@@ -75,7 +75,7 @@ def test_order_and_tokens_equal_olmo_core_for_every_epoch_and_rank(case, setting
                 for batch, row in enumerate(want):
                     # A reference rank takes every world-th row (spec 6.3); ours take blocks.
                     rows = np.arange(rank, loader.batch_instances, world)
-                    got = loader.read_rows(first + batch + 1, rows)
+                    got = loader.read(first + batch + 1, rows)
                     have = got.instances if rest[2] == "index" else got.tokens[:, : row.shape[-1]]
                     assert have.tolist() == row.tolist()
             seen += 1
@@ -93,6 +93,64 @@ def test_repetition_filter_decides_as_olmo_core_on_every_row(path):
         )
         got = [not data.repeats_too_often(row, (shortest, longest), count) for row in rows]
         assert got == kept, name
+
+
+def packing_cases():
+    """Every `NAME.json` of a packing folder, with its arrays beside it and its files in tokens/."""
+    return [p for p in golden_cases("packing/*/*.json") if p.with_suffix(".npz").exists()]
+
+
+def packed_loader(path, cache):
+    """The dataset of a packing case, and whether documents of equal length leave its order open."""
+    facts, settings = (found := json.loads(path.read_text())), found["settings"]
+    config = data.DataConfig(
+        source=str(path.parent / "tokens" / "*.npy"),
+        sequence_length=facts["sequence_length"],
+        seed=facts["loader"]["seed"],
+        vocab_size=500,
+        eos_id=497,
+        pad_id=499,
+        filter_repetitions="instance_filter_config" in settings,
+        packed=True,
+        pack_group=facts["source_group_size"],
+        pack_seed=settings.get("source_permutation_seed"),
+        long_documents=facts["long_doc_strategy"],
+        cache=str(cache),
+    )
+    dataset = data.open_dataset(config)
+    groups = dataset.packing.files // config.pack_group
+    lengths = list(zip(groups.tolist(), dataset.packing.lengths.tolist(), strict=True))
+    loader = data.Loader(dataset, config, facts["loader"]["instances_per_batch"])
+    return facts, loader, len(set(lengths)) < len(lengths)
+
+
+@pytest.mark.parametrize("path", packing_cases(), ids=lambda p: f"{p.parent.name}.{p.stem}")
+def test_packing_equals_olmo_core(path, tmp_path):
+    facts, loader, ties = packed_loader(path, tmp_path)
+    dataset, wanted = loader.dataset, np.load(path.with_suffix(".npz"))
+    assert [Path(p).name for p in dataset.paths] == facts["source_files_in_order_used"]
+    assert dataset.fingerprint == facts["fingerprint"]
+    assert dataset.n_instances == facts["n_instances"]
+    assert loader.batches_per_epoch == facts["loader"]["batches_per_epoch"]
+    for batch, ids in enumerate(wanted["batch_index_epoch1"]):
+        assert loader.instance_ids(batch + 1).tolist() == ids.tolist()
+    batch = dataset.read(np.arange(dataset.n_instances, dtype=np.uint32))
+    assert batch.segments is not None
+    lengths = [np.unique(row, return_counts=True)[1].tolist() for row in batch.segments]
+    if ties:  # the reference sorts unstably, so equal lengths come in an order of its machine
+        sizes = [[n for _, _, n in dataset.spans(i)] for i in range(dataset.n_instances)]
+        masks = wanted["label_mask"].sum(1)
+        assert [sum(s) for s in sizes] == masks.tolist()
+        assert (batch.targets >= 0).sum() == (wanted["labels"] >= 0).sum()
+        assert [len(n) for n in lengths] == [len(n) for n in facts["doc_lens"]]
+        assert lengths == facts["doc_lens"]
+        return
+    assert lengths == facts["doc_lens"]
+    assert (batch.tokens == wanted["input_ids"]).all()
+    labels = np.where(wanted["labels"] == -100, -1, wanted["labels"])  # without the filter
+    if "instance_mask" in wanted:
+        labels[~wanted["instance_mask"]] = -1
+    assert (batch.targets == labels).all()
 
 
 @pytest.mark.parametrize(("case", "setting"), order_cases())
