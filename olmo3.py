@@ -7,11 +7,12 @@ Axis letters, the same in annotations, einsum and rearrange:
     T key position      G query heads per key head V padded vocabulary
     C loss chunk        H head dimension           L layers that share a place in the window pattern
 
-Mesh axes: "data" replicates, "fsdp" shards. Every matrix is stored with its D (embeddings: V) first, and
-that dimension is split over "fsdp"; norm gains are replicated; activations are split over both by batch.
+Mesh axes: "data" replicates, "fsdp" shards. Every matrix is stored with its D (embeddings: V)
+first, and that dimension is split over "fsdp"; norm gains are replicated; activations are split
+over both by batch.
 
-Sources: OLMo-core (src/olmo_core, June 2026, after 2.5.0) for arithmetic, cited at the line it justifies;
-transformers 5.24.0 modeling_olmo3.py agrees with it.
+Sources: OLMo-core (src/olmo_core, June 2026, after 2.5.0) for arithmetic, cited at the line it
+justifies; transformers 5.24.0 modeling_olmo3.py agrees with it.
 """
 
 import functools
@@ -38,7 +39,8 @@ class YarnConfig:
     original_context: int = 8192
     """Context length before scaling, in tokens."""
     beta_fast: float = 32.0
-    """Dimensions that turn more often than this within the original context keep their frequency."""
+    """Dimensions that turn more often than this within the original context keep their frequency.
+    """
     beta_slow: float = 1.0
     """Dimensions that turn less often than this are slowed by the whole factor."""
     attention_factor: float = 1.2079441541679836
@@ -52,7 +54,8 @@ class ModelConfig:
     vocab_size: int = 100_352
     """Rows of both embeddings: the tokenizer's ids, padded to a multiple of 128."""
     tokenizer_size: int = 100_278
-    """Ids the tokenizer can produce; the rest are trained as never-seen targets and not exported."""
+    """Ids the tokenizer can produce; the rest are trained as never-seen targets and not exported.
+    """
     d_model: int = 4096
     """Width of the residual stream."""
     n_layers: int = 32
@@ -66,7 +69,9 @@ class ModelConfig:
     d_ff: int = 11_008
     """Hidden width of the SwiGLU."""
     windows: tuple[int | None, ...] = (4096, 4096, 4096, None)
-    """Attention window of each layer in turn, repeated over the depth; it counts the query itself, None is full."""
+    """Attention window of each layer in turn, repeated over the depth; it counts the query itself,
+    None is full.
+    """
     rope_theta: float = 500_000.0
     """Base of the rotary frequencies, the same in every layer."""
     yarn: YarnConfig | None = None
@@ -76,7 +81,9 @@ class ModelConfig:
     init_std: float = 0.02
     """Deviation of every matrix before truncation at three of them."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """What forward and backward run in; weights stay float32, norms, rotary, softmax and loss run in float32."""
+    """What forward and backward run in; weights stay float32, norms, rotary, softmax and loss run
+    in float32.
+    """
     remat: Literal["none", "full"] = "full"
     """What the backward pass recomputes: nothing, or each group of layers from its input."""
     loss_chunk: int = 1024
@@ -85,7 +92,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.n_layers % len(self.windows):
             raise ValueError(
-                f"n_layers={self.n_layers} is not a multiple of the {len(self.windows)}-layer pattern"
+                f"n_layers={self.n_layers} is not a multiple of the {len(self.windows)} layers of"
                 f" windows={self.windows}; change the depth or give the pattern whole"
             )
         if self.n_heads % self.n_kv_heads:
@@ -102,7 +109,7 @@ class ModelConfig:
             )
         if any(w is not None and w < 1 for w in self.windows):
             raise ValueError(
-                f"windows={self.windows}: a window holds at least 1 key; use None for full"
+                f"windows={self.windows}: a window holds at least one key; None is full"
             )
 
     @property
@@ -119,7 +126,9 @@ def make_mesh(n_data: int = 1, n_fsdp: int | None = None, devices: list | None =
 
 
 def init_matrix(key: Key[Array, ""], std: float, *shape: int) -> Float32[Array, "..."]:
-    """Truncated normal, cut at three deviations without compensation (OLMo-core nn/transformer/init.py:30)."""
+    """Truncated normal, cut at three deviations without compensation (OLMo-core
+    nn/transformer/init.py:30).
+    """
     spec = P("fsdp", *[None] * (len(shape) - 1))
     draw = jax.random.truncated_normal(key, -3.0, 3.0, shape, jnp.float32, out_sharding=spec)
     return draw * std
@@ -133,9 +142,10 @@ def init_gain(*shape: int) -> Float32[Array, "..."]:
 def gather(w: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
     """All-gathers a sharded master weight for use in one matmul; the only place where weights move.
 
-    `reduced` promises that the cotangent may arrive unreduced, so the transpose is a reduce-scatter.
-    Casting after the reshard keeps that reduction in float32, as the recipe's reduce_dtype asks
-    (OLMo-3-1025-7B-pretrain-1.py:84); XLA moves the cast ahead, so the forward pass gathers bfloat16.
+    `reduced` promises that the cotangent may arrive unreduced, so the transpose is a
+    reduce-scatter. Casting after the reshard keeps that reduction in float32, as the recipe's
+    reduce_dtype asks (OLMo-3-1025-7B-pretrain-1.py:84); XLA moves the cast ahead, so the forward
+    pass gathers bfloat16.
     """
     return reshard(w, P(reduced=frozenset({"data", "fsdp"}))).astype(dtype)
 
@@ -144,10 +154,11 @@ def gather(w: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
 def rms_norm(
     x: Float[Array, "*any"], gain: Float[Array, "*shape"], eps: float
 ) -> Float[Array, "*any"]:
-    """Normalises the trailing axes that `gain` has; float32 inside, gain applied before the cast back.
+    """Normalises the trailing axes that `gain` has; float32 inside, gain applied before the cast
+    back.
 
-    The gain is rounded to the compute dtype first, as the reference's mixed precision does (spec T10).
-    Source: OLMo-core nn/layer_norm.py:210.
+    The gain is rounded to the compute dtype first, as the reference's mixed precision does (spec
+    T10). Source: OLMo-core nn/layer_norm.py:210.
     """
     axes = tuple(range(-gain.ndim, 0))
     h = x.astype(jnp.float32)
@@ -210,16 +221,25 @@ def attend(
     v: Float[Array, "B T K H"],
     mask: Bool[Array, "#B S T"],
 ) -> Float[Array, "B S N H"]:
-    """Softmax attention with scale 1/sqrt(H); scores and softmax in float32, as flash attention keeps them."""
+    """Softmax attention with scale 1/sqrt(H), rounded where flash attention rounds (spec 2).
+
+    Scores, exponentials and sums are float32; the weights are rounded to the compute dtype before
+    they are divided by their sum, not after.
+    """
     q = rearrange(q, "B S (K G) H -> B S K G H", K=k.shape[2])
     scores = jnp.einsum("BSKGH,BTKH->BKGST", q, k, preferred_element_type=jnp.float32)
     scores = jnp.where(mask[:, None, None], scores * q.shape[-1] ** -0.5, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return rearrange(jnp.einsum("BKGST,BTKH->BSKGH", weights, v), "B S K G H -> B S (K G) H")
+    weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+    total = rearrange(jnp.sum(weights, axis=-1), "B K G S -> B S K G 1")
+    weights = weights.astype(v.dtype)
+    y = jnp.einsum("BKGST,BTKH->BSKGH", weights, v, preferred_element_type=jnp.float32)
+    return rearrange((y / total).astype(v.dtype), "B S K G H -> B S (K G) H")
 
 
 class Attention(eqx.Module):
-    """Grouped-query attention; queries and keys are normalised over the whole projection, before heads."""
+    """Grouped-query attention; queries and keys are normalised over the whole projection, before
+    heads.
+    """
 
     w_q: Float32[Array, "D N H"]
     w_k: Float32[Array, "D K H"]
@@ -255,7 +275,10 @@ class Attention(eqx.Module):
 
 
 class FeedForward(eqx.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)) (OLMo-core nn/feed_forward.py:171)."""
+    """SwiGLU: down(silu(gate(x)) * up(x)) (OLMo-core nn/feed_forward.py:171).
+
+    The product is rounded once, as the reference's compiled blocks do (spec 2).
+    """
 
     w_gate: Float32[Array, "D F"]
     w_up: Float32[Array, "D F"]
@@ -271,11 +294,14 @@ class FeedForward(eqx.Module):
     def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         gate = jnp.einsum("BSD,DF->BSF", x, gather(self.w_gate, x.dtype))
         up = jnp.einsum("BSD,DF->BSF", x, gather(self.w_up, x.dtype))
-        return jnp.einsum("BSF,DF->BSD", jax.nn.silu(gate) * up, gather(self.w_down, x.dtype))
+        hidden = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
+        return jnp.einsum("BSF,DF->BSD", hidden.astype(x.dtype), gather(self.w_down, x.dtype))
 
 
 class Block(eqx.Module):
-    """Reordered norm: each sub-layer reads the raw residual and its output is normalised (block.py:293)."""
+    """Reordered norm: each sub-layer reads the raw residual and its output is normalised
+    (block.py:293).
+    """
 
     attn: Attention
     ffn: FeedForward
@@ -289,7 +315,9 @@ class Block(eqx.Module):
         self.attn_norm = init_gain(config.d_model)
         self.ffn_norm = init_gain(config.d_model)
 
-    def add_attention(self, x: Float[Array, "B S D"], y: Float[Array, "B S N H"], eps: float):
+    def add_attention(
+        self, x: Float[Array, "B S D"], y: Float[Array, "B S N H"], eps: float
+    ) -> Float[Array, "B S D"]:
         """The residual after attention, from what the heads read."""
         return x + rms_norm(self.attn.output(y), self.attn_norm, eps)
 
@@ -301,8 +329,8 @@ class Block(eqx.Module):
 class Olmo3(eqx.Module):
     """Embedding, blocks, final norm, untied head.
 
-    `blocks[i]` holds the layers at place i of the window pattern, stacked: layer l of the network is
-    `blocks[l % len(windows)]` at index l // len(windows) of every leaf's leading L axis.
+    `blocks[i]` holds the layers at place i of the window pattern, stacked: layer l of the network
+    is `blocks[l % len(windows)]` at index l // len(windows) of every leaf's leading L axis.
     """
 
     embed: Float32[Array, "V D"]
@@ -328,7 +356,9 @@ class Olmo3(eqx.Module):
     def __call__(
         self, tokens: Int32[Array, "B S"], segments: Int32[Array, "B S"] | None = None
     ) -> Float[Array, "B S D"]:
-        """Final hidden states, normalised: what the head reads. `segments` confines attention to documents."""
+        """Final hidden states, normalised: what the head reads. `segments` confines attention to
+        documents.
+        """
         return forward(self, tokens, segments)[0]
 
 
@@ -356,7 +386,9 @@ def forward(
     tables = {scaled: rope_table(config, positions, scaled) for scaled in (False, True)}
     masks = {w: attention_mask(n_positions, w, segments) for w in config.windows}
 
-    def group(x: Float[Array, "B S D"], blocks: tuple[Block, ...]):
+    def group(
+        x: Float[Array, "B S D"], blocks: tuple[Block, ...]
+    ) -> tuple[Float[Array, "B S D"], tuple[Float[Array, "B S D"], ...] | None]:
         states = []
         for block, window in zip(blocks, config.windows, strict=True):
             q, k, v = block.attn.project(x, tables[window is None], config.norm_eps)
@@ -382,10 +414,11 @@ def logits(model: Olmo3, hidden: Float[Array, "B S D"]) -> Float32[Array, "B S V
 def token_losses(
     model: Olmo3, hidden: Float[Array, "B S D"], targets: Int32[Array, "B S"]
 ) -> tuple[Float32[Array, "B S"], Float32[Array, "B S"]]:
-    """Cross-entropy in nats and squared log-normaliser of every position; zero where the target is negative.
+    """Cross-entropy in nats and squared log-normaliser of every position; zero where the target is
+    negative.
 
-    Logits exist for `loss_chunk` positions at a time and are recomputed in the backward pass. The head
-    enters the loop as float32 so that its gradient is summed over chunks in float32.
+    Logits exist for `loss_chunk` positions at a time and are recomputed in the backward pass. The
+    head enters the loop as float32 so that its gradient is summed over chunks in float32.
     """
     n_positions = hidden.shape[1]
     chunk = min(model.config.loss_chunk, n_positions)
@@ -433,8 +466,9 @@ def n_non_embedding_parameters(config: ModelConfig) -> int:
 def flops_per_token(config: ModelConfig, n_positions: int, window_aware: bool = True) -> int:
     """Forward and backward FLOPs of one token, OLMo-core's count (nn/transformer/model.py:982).
 
-    6 per weight, 12 N H per visible key and layer, no half for causality; input embedding and block norms
-    are free. `window_aware=False` counts every layer as full attention, as published MFU figures do.
+    6 per weight, 12 N H per visible key and layer, no half for causality; input embedding and block
+    norms are free. `window_aware=False` counts every layer as full attention, as published MFU
+    figures do.
     """
     d, n, k, h = config.d_model, config.n_heads, config.n_kv_heads, config.d_head
     weights = 2 * d * n * h + 2 * d * k * h + n * h + k * h + 3 * d * config.d_ff

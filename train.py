@@ -1,0 +1,990 @@
+"""The recipe: presets, schedule, optimizer, sharded step, checkpoints, loop.
+
+    python train.py                      the `tiny` preset on the embedded corpus, on a laptop
+    python train.py --preset stage1      OLMo 3 7B pre-training, on a pod
+    python train.py --preset stage1 --help    that preset's own values, every field a flag
+
+Axes as in olmo3.py; A counts the micro-batches of gradient accumulation.
+
+A run directory holds config.json, metrics.jsonl (the truth about the run: a row per step, appended)
+and checkpoints/. Exit codes: 0 done or already done, 1 run-time failure, 2 the configuration or
+input is at fault (said in one line before anything is compiled).
+
+Sources: OLMo-core src/scripts/official/OLMo3/OLMo-3-1025-7B-pretrain-{1,2}.py and -midtraining.py
+for the numbers, src/olmo_core/optim and train_module.py for the arithmetic.
+"""
+
+import dataclasses
+import difflib
+import functools
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TextIO
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+import tyro
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float32, Int32, Key
+
+import data
+import eval as evaluation
+import olmo3
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One stretch of the learning-rate schedule; its shape is a function of the step alone."""
+
+    first_step: int
+    """Step at which it takes over."""
+    shape: Literal["cosine", "half_cosine", "linear"]
+    """Decay; half_cosine is the second half of a cosine that began `warmup_steps` ago."""
+    warmup_steps: int
+    """Linear rise from zero over this many steps from step 0, not from `first_step`."""
+    horizon_steps: int
+    """Step at which the decay ends, warm-up included; a run may stop before."""
+    final_fraction: float
+    """Rate at the horizon as a share of the peak."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """SkipStepAdamW and its schedule (OLMo-core optim/adamw.py:254, scheduler.py)."""
+
+    lr: float = 3e-4
+    """Peak learning rate."""
+    phases: tuple[Phase, ...] = (Phase(1, "cosine", 2000, 1_192_093, 0.1),)
+    """The schedule; each phase holds from its first step to the next one's."""
+    beta1: float = 0.9
+    """Decay of the first moment per step."""
+    beta2: float = 0.95
+    """Decay of the second moment per step."""
+    eps: float = 1e-8
+    """Added to the root of the corrected second moment."""
+    weight_decay: float = 0.1
+    """Decoupled, times the learning rate; on everything but the input embedding (spec 4.1)."""
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this global L2 norm."""
+    z_loss: float = 1e-5
+    """Weight of the mean squared log-normaliser."""
+    skip_window: int = 128
+    """Steps that the mean and deviation of the spike test look back on."""
+    skip_sigmas: float = 6.0
+    """A step whose loss or gradient norm lies further above the mean is not taken."""
+    initial_count: int = 0
+    """Adam's counter before the first update; 1 in reference runs that saved step 0 (spec 4.5)."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights, gradients and moments at the optimizer; anything but float32 needs accept_damage.
+    """
+    accept_damage: bool = False
+    """Lets a demonstration run with bfloat16 state."""
+
+    def __post_init__(self) -> None:
+        if self.state_dtype != "float32" and not self.accept_damage:
+            raise ValueError(
+                f"state_dtype={self.state_dtype}: updates vanish in bfloat16 weights and moments"
+                " (+0.93 loss after 1000 steps in the published run); keep float32, or see the"
+                " damage with --optim.accept-damage"
+            )
+        if not self.phases or self.phases[0].first_step != 1:
+            raise ValueError("phases: the first phase must have first_step=1, the first update")
+        for p in self.phases:
+            if p.warmup_steps >= p.horizon_steps:
+                raise ValueError(
+                    f"warmup_steps={p.warmup_steps} leaves nothing of"
+                    f" horizon_steps={p.horizon_steps}; shorten the warm-up or move the horizon"
+                )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run."""
+
+    run_dir: Path
+    """Where everything the run writes goes."""
+    model: olmo3.ModelConfig
+    optim: OptimConfig
+    data: data.DataConfig
+    steps: int
+    """The run stops after this optimizer step; schedules keep their own horizon."""
+    batch_instances: int
+    """Sequences of one optimizer step over all devices."""
+    sequences_per_device: int = 4
+    """Most sequences a device holds at a time; accumulation makes up the rest of the batch."""
+    replicas: int = 1
+    """Copies of the sharded state, one per slice of a multi-slice job."""
+    max_devices: int | None = None
+    """Use only the first so many devices."""
+    seed: int = 0
+    """Of the weights."""
+    heldout: str = ""
+    """Token files to evaluate on, spelt like data.source; empty is none, but stdlib has its own."""
+    eval_every_steps: int = 10_000
+    """Steps between evaluations; the last step is always evaluated."""
+    eval_documents: int = 10_000
+    """Most held-out documents of one evaluation."""
+    save_every_steps: int = 1000
+    """Steps between checkpoints; the last step is always saved."""
+    keep_last: int = 3
+    """Newest checkpoints that are kept."""
+    keep_every_steps: int | None = None
+    """Checkpoints at multiples of this are kept for good."""
+    resume: Literal["auto", "none"] = "auto"
+    """Go on from the newest checkpoint in run_dir, or start anew in an unused run_dir."""
+    init: Path | None = None
+    """Checkpoint whose weights, and Adam moments if it has them, the run starts from."""
+    max_nonfinite_steps: int = 5
+    """So many steps in a row without a finite loss and gradient end the run."""
+    sample_tokens: int = 0
+    """Tokens to print from the trained model at the end; byte vocabularies only."""
+
+    def __post_init__(self) -> None:
+        if self.data.vocab_size > self.model.vocab_size:
+            raise ValueError(
+                f"data.vocab_size={self.data.vocab_size} does not fit model.vocab_size="
+                f"{self.model.vocab_size}; pad the model's vocabulary up to a multiple of 128"
+            )
+        for name in ("steps", "batch_instances", "sequences_per_device", "keep_last"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+OLMO3_7B = olmo3.ModelConfig(
+    vocab_size=100_352,  # dolma2's 100,278 ids padded to a multiple of 128 (data/tokenizer.py:77)
+    tokenizer_size=100_278,
+    d_model=4096,
+    n_layers=32,
+    n_heads=32,
+    n_kv_heads=32,
+    d_head=128,
+    d_ff=11_008,
+    windows=(4096, 4096, 4096, None),  # nn/transformer/config.py:980
+    rope_theta=500_000.0,
+    norm_eps=1e-6,
+    init_std=0.02,
+)
+
+STAGE1 = RunConfig(
+    run_dir=Path("runs/stage1"),
+    model=OLMO3_7B,
+    optim=OptimConfig(
+        lr=3e-4,
+        phases=(  # pretrain-1.py:86 (5T-token cosine), then pretrain-2.py from step 596,047 (7T)
+            Phase(1, "cosine", warmup_steps=2000, horizon_steps=1_192_093, final_fraction=0.1),
+            Phase(596_048, "half_cosine", 597_046, horizon_steps=1_668_931, final_fraction=0.1),
+        ),
+        initial_count=1,
+    ),
+    data=data.DataConfig(
+        source="OLMo-mix-0625-official.txt",
+        base="https://olmo-data.org",
+        sequence_length=8192,
+        seed=34_521,
+    ),
+    steps=1_413_814,  # one epoch
+    batch_instances=512,  # 4,194,304 tokens
+    eval_every_steps=10_000,
+    save_every_steps=1000,
+)
+
+PRESETS: dict[str, tuple[str, RunConfig]] = {
+    "tiny": (
+        "3.7 M parameters on the Python library's own source, a minute and a half on two cores.",
+        RunConfig(
+            run_dir=Path("runs/tiny"),
+            model=olmo3.ModelConfig(
+                vocab_size=384,
+                tokenizer_size=258,
+                d_model=192,
+                n_layers=8,
+                n_heads=6,
+                n_kv_heads=6,
+                d_head=32,
+                d_ff=512,
+                windows=(64, 64, 64, None),
+                remat="none",
+                loss_chunk=256,
+            ),
+            optim=OptimConfig(lr=4e-3, phases=(Phase(1, "cosine", 30, 300, 0.1),)),
+            data=data.DataConfig(
+                source="stdlib",
+                sequence_length=256,
+                tokenizer="bytes",
+                vocab_size=258,
+                eos_id=256,
+                pad_id=257,
+            ),
+            steps=300,
+            batch_instances=8,
+            sequences_per_device=8,
+            eval_every_steps=100,
+            eval_documents=64,
+            save_every_steps=100,
+            sample_tokens=200,
+        ),
+    ),
+    "190m": (
+        "The official 190M, Chinchilla-optimal (scripts/train/OLMo3/OLMo-3-190M.py).",
+        RunConfig(
+            run_dir=Path("runs/190m"),
+            model=olmo3.ModelConfig(
+                d_model=768, n_layers=12, n_heads=12, n_kv_heads=12, d_head=64, d_ff=3072
+            ),
+            optim=OptimConfig(
+                lr=3e-4, phases=(Phase(1, "cosine", 2000, 7262, 0.1),), initial_count=1
+            ),
+            data=data.DataConfig(
+                source="OLMo-mix-0625-official.txt",
+                base="https://olmo-data.org",
+                sequence_length=8192,
+                seed=34_521,
+                filter_repetitions=True,
+            ),
+            steps=7262,  # 20 tokens for each of 190,354,176 non-embedding parameters
+            batch_instances=64,  # 524,288 tokens
+        ),
+    ),
+    "7b-smoke": (
+        "The 7B's width at 4 layers on the embedded corpus: 20 steps to try a machine.",
+        RunConfig(
+            run_dir=Path("runs/7b-smoke"),
+            model=dataclasses.replace(OLMO3_7B, n_layers=4),
+            optim=OptimConfig(lr=3e-4, phases=(Phase(1, "cosine", 10, 1000, 0.1),)),
+            data=data.DataConfig(
+                source="stdlib",
+                sequence_length=2048,
+                tokenizer="bytes",
+                vocab_size=258,
+                eos_id=256,
+                pad_id=257,
+            ),
+            steps=20,
+            batch_instances=32,
+            eval_documents=32,
+        ),
+    ),
+    "stage1": ("OLMo 3 7B pre-training, 5.93 T tokens, as AI2 ran it in two parts.", STAGE1),
+    "stage1-single-cosine": (
+        "stage1 with the one cosine of the MaxText reproduction (run_olmo3_7b_stage1.sh).",
+        dataclasses.replace(
+            STAGE1,
+            run_dir=Path("runs/stage1-single-cosine"),
+            optim=dataclasses.replace(
+                STAGE1.optim, phases=(Phase(1, "cosine", 2000, 1_414_078, 0.1),)
+            ),
+        ),
+    ),
+    "stage2": (
+        "OLMo 3 7B mid-training, 100 B tokens, linear to zero; start it with --init STAGE1.",
+        RunConfig(
+            run_dir=Path("runs/stage2"),
+            model=OLMO3_7B,
+            optim=OptimConfig(  # OLMo-3-1025-7B-midtraining.py
+                lr=0.00020712352850360292,
+                phases=(Phase(1, "linear", 0, horizon_steps=47_684, final_fraction=0.0),),
+            ),
+            data=data.DataConfig(
+                source="OLMo-midtraining-mix-0625-100B.txt",
+                base="https://olmo-data.org",
+                sequence_length=8192,
+                seed=1337,
+            ),
+            steps=47_684,
+            batch_instances=256,  # 2,097,152 tokens
+        ),
+    ),
+}
+
+PEAK_FLOPS = {  # dense bfloat16 per JAX device, from the vendors' data sheets
+    "TPU v4": 275e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v5 lite": 197e12,
+    "TPU v6 lite": 918e12,
+    "TPU7x": 1153.5e12,  # half a chip
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989.5e12,
+    "NVIDIA H200": 989.5e12,
+    "NVIDIA B200": 2250e12,
+}
+
+
+def learning_rate(optim: OptimConfig, step: int) -> float:
+    """Rate of update `step`, counted from 1, in float64 (OLMo-core optim/scheduler.py:380-558)."""
+    phase = [p for p in optim.phases if p.first_step <= max(step, 1)][-1]
+    warmup, horizon = phase.warmup_steps, phase.horizon_steps
+    final = phase.final_fraction * optim.lr
+    peak = final + (optim.lr - final) / 2 if phase.shape == "half_cosine" else optim.lr
+    if step < warmup:
+        return peak * step / warmup
+    if step >= horizon:
+        return final
+    elapsed, decay = step - warmup, horizon - warmup
+    if phase.shape == "linear":
+        return optim.lr - (optim.lr - final) * (elapsed / decay)
+    turn = elapsed / decay if phase.shape == "cosine" else (elapsed + decay) / (2 * decay)
+    return final + (optim.lr - final) * (1 + math.cos(math.pi * turn)) / 2
+
+
+class SkipStepState(NamedTuple):
+    """What the spike test remembers, around the state of the optimizer it guards."""
+
+    inner: optax.OptState
+    losses: Float32[Array, " W"]
+    grad_norms: Float32[Array, " W"]
+    n_seen: Int32[Array, ""]  # finite steps ever recorded; the windows are ring buffers
+    n_nonfinite: Int32[Array, ""]  # steps in a row that were not finite
+
+
+def is_spike(
+    history: Float32[Array, " W"],
+    n_seen: Int32[Array, ""],
+    value: Float32[Array, ""],
+    sigmas: float,
+) -> Bool[Array, ""]:
+    """Whether a value lies too far above the recorded ones (OLMo-core
+    optim/skip_step_optimizer.py:59).
+
+    The deviation is the unbiased one, the value itself is not part of it, and there is no verdict
+    before half a window is full. A spike smaller than 1e-4 is none: a constant history has no
+    deviation.
+    """
+    window = history.shape[0]
+    seen = jnp.arange(window) < n_seen
+    n = jnp.maximum(jnp.minimum(n_seen, window), 2).astype(jnp.float32)
+    mean = jnp.sum(jnp.where(seen, history, 0.0)) / n
+    square = jnp.sum(jnp.where(seen, jnp.square(history - mean), 0.0))
+    spread = jnp.maximum(sigmas * jnp.sqrt(square / (n - 1)), 1e-4)
+    return (n_seen >= max(2, window // 2) - 1) & (value - mean > spread)
+
+
+def skip_steps(
+    inner: optax.GradientTransformationExtraArgs, window: int, sigmas: float
+) -> optax.GradientTransformationExtraArgs:
+    """Guards an optimizer: a spiking or non-finite step changes neither parameters nor inner state.
+
+    `update` needs `loss` and `grad_norm` (before clipping) of the step. Skipped spikes enter the
+    history, as in the reference; values that are not finite never do, which the reference lacks
+    (spec T13).
+    """
+
+    def init(params: optax.Params) -> SkipStepState:
+        zeros = jnp.zeros(window, jnp.float32, out_sharding=P(None))
+        zero = jnp.zeros((), jnp.int32, out_sharding=P())
+        return SkipStepState(inner.init(params), zeros, zeros, zero, zero)
+
+    def update(
+        grads: optax.Updates,
+        state: SkipStepState,
+        params: optax.Params | None = None,
+        *,
+        loss: Float32[Array, ""],
+        grad_norm: Float32[Array, ""],
+        **extra: Any,  # noqa: ANN401 - optax's own signature
+    ) -> tuple[optax.Updates, SkipStepState]:
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        spike = is_spike(state.losses, state.n_seen, loss, sigmas)
+        spike |= is_spike(state.grad_norms, state.n_seen, grad_norm, sigmas)
+        take = finite & ~spike
+        with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an int32 power
+            updates, new_inner = inner.update(grads, state.inner, params, **extra)
+        updates = jax.tree.map(lambda u: jnp.where(take, u, jnp.zeros_like(u)), updates)
+        new_inner = jax.tree.map(lambda n, o: jnp.where(take, n, o), new_inner, state.inner)
+        slot = state.n_seen % window
+        losses = jnp.where(finite, state.losses.at[slot].set(loss), state.losses)
+        norms = jnp.where(finite, state.grad_norms.at[slot].set(grad_norm), state.grad_norms)
+        n_nonfinite = jnp.where(finite, 0, state.n_nonfinite + 1)
+        n_seen = state.n_seen + finite.astype(jnp.int32)
+        return updates, SkipStepState(new_inner, losses, norms, n_seen, n_nonfinite)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def scale_by_lr() -> optax.GradientTransformationExtraArgs:
+    """Multiplies by minus the `lr` given to `update`, which the host computes in float64."""
+
+    def update(
+        updates: optax.Updates,
+        state: optax.EmptyState,
+        params: optax.Params | None = None,
+        *,
+        lr: Float32[Array, ""],
+        **_: Any,  # noqa: ANN401 - optax's own signature
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        return jax.tree.map(lambda u: -lr.astype(u.dtype) * u, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+
+
+def decay_mask(model: olmo3.Olmo3) -> olmo3.Olmo3:
+    """True where weight decay applies: everything but the input embedding, gains too (spec T5)."""
+    return eqx.tree_at(lambda m: m.embed, jax.tree.map(lambda _: True, model), False)
+
+
+def make_optimizer(optim: OptimConfig) -> optax.GradientTransformationExtraArgs:
+    """SkipStepAdamW (OLMo-core optim/adamw.py:50); `update` takes loss, grad_norm and lr."""
+    adam_w = optax.chain(
+        optax.scale_by_adam(optim.beta1, optim.beta2, optim.eps),
+        optax.add_decayed_weights(optim.weight_decay, decay_mask),
+        scale_by_lr(),
+    )
+    return skip_steps(adam_w, optim.skip_window, optim.skip_sigmas)
+
+
+class TrainState(eqx.Module):
+    """Everything that training changes; what is in it is what a checkpoint holds."""
+
+    model: olmo3.Olmo3
+    optimizer: SkipStepState
+    step: Int32[Array, ""]  # updates so far, which is also the number of batches consumed
+
+
+def start_state(config: RunConfig, model: olmo3.Olmo3) -> TrainState:
+    """The state before the first update of a run that starts from these weights."""
+    model = jax.tree.map(lambda x: x.astype(config.optim.state_dtype), model)
+    optimizer = make_optimizer(config.optim).init(model)
+    count = jnp.full((), config.optim.initial_count, jnp.int32, out_sharding=P())
+    optimizer = optimizer._replace(inner=optax.tree.set(optimizer.inner, count=count))
+    for leaf in jax.tree.leaves((model, optimizer)):
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype != jnp.float32:
+            assert config.optim.accept_damage, f"state leaf of {leaf.dtype}, must be float32"
+    return TrainState(model, optimizer, jnp.zeros((), jnp.int32, out_sharding=P()))
+
+
+def init_state(config: RunConfig, key: Key[Array, ""]) -> TrainState:
+    """The state of a run that starts from random weights."""
+    return start_state(config, olmo3.Olmo3(config.model, key))
+
+
+class Sums(NamedTuple):
+    """Totals over target positions, never means: those are taken once, at the end."""
+
+    ce: Float32[Array, ""]
+    z: Float32[Array, ""]
+
+
+def loss_sums(
+    model: olmo3.Olmo3, batch: data.DeviceBatch, z_weight: float
+) -> tuple[Float32[Array, ""], Sums]:
+    """Loss of one micro-batch [B, S], summed over its targets."""
+    ce, z = olmo3.token_losses(model, model(batch.tokens, batch.segments), batch.targets)
+    sums = Sums(jnp.sum(ce), jnp.sum(z))
+    return sums.ce + z_weight * sums.z, sums
+
+
+def batch_gradients(
+    model: olmo3.Olmo3, batch: data.DeviceBatch, z_weight: float
+) -> tuple[olmo3.Olmo3, Sums]:
+    """Sums of gradients and losses over all micro-batches of a global batch [A, B, S]."""
+    gradient = jax.grad(loss_sums, has_aux=True)
+    first = jax.tree.map(lambda x: x[0], batch)
+    if batch.tokens.shape[0] == 1:
+        return gradient(model, first, z_weight)
+
+    def add(carry: tuple[olmo3.Olmo3, Sums], micro: data.DeviceBatch) -> tuple[tuple, None]:
+        return jax.tree.map(jnp.add, carry, gradient(model, micro, z_weight)), None
+
+    zero = jnp.zeros((), jnp.float32, out_sharding=P())
+    carry = (jax.tree.map(jnp.zeros_like, model), Sums(zero, zero))
+    return jax.lax.scan(add, carry, batch)[0]
+
+
+def divisor(targets: Int32[Array, "A B S"]) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
+    """Number of targets, and what the loss is divided by.
+
+    A row without targets was rejected by the repetition filter; the reference then counts all its S
+    positions, which dilutes the loss instead of renormalising it (train_module.py:353, spec T8).
+    """
+    per_row = jnp.sum(targets >= 0, axis=-1, dtype=jnp.int32)
+    counted = jnp.where(per_row == 0, targets.shape[-1], per_row)
+    return jnp.sum(per_row), jnp.sum(counted)
+
+
+def train_step(
+    config: RunConfig, state: TrainState, batch: data.DeviceBatch, lr: Float32[Array, ""]
+) -> tuple[TrainState, dict[str, Array]]:
+    """One optimizer step; this function, and no other, is what is compiled and run."""
+    optim = config.optim
+    grads, sums = batch_gradients(state.model, batch, optim.z_loss)
+    n_targets, n_counted = divisor(batch.targets)
+    scale = 1.0 / n_counted.astype(jnp.float32)
+    grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+    ce, z_loss = sums.ce * scale, optim.z_loss * sums.z * scale
+    with jax.named_scope("optimizer"):
+        grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+        clip = jnp.minimum(1.0, optim.clip_norm / (grad_norm + 1e-6))  # train_module.py:611
+        grads = jax.tree.map(lambda g: g * clip.astype(g.dtype), grads)
+        # A batch without a single target teaches nothing and must not enter the spike window.
+        guarded_loss = jnp.where(n_targets > 0, ce, jnp.nan)
+        updates, optimizer = make_optimizer(optim).update(
+            grads, state.optimizer, state.model, loss=guarded_loss, grad_norm=grad_norm, lr=lr
+        )
+        model = optax.apply_updates(state.model, updates)
+    count, previous = (optax.tree.get(o.inner, "count") for o in (optimizer, state.optimizer))
+    metrics = {
+        "loss": ce + z_loss,
+        "ce": ce,
+        "z_loss": z_loss,
+        "grad_norm": grad_norm,
+        "step_skipped": (count == previous).astype(jnp.int32),
+        "n_nonfinite": optimizer.n_nonfinite,
+        "data_hash": data.instance_hash(batch.instances),
+    }
+    return TrainState(model, optimizer, state.step + 1), metrics
+
+
+def micro_batches(config: RunConfig, n_devices: int) -> int:
+    """Accumulation steps: the fewest that keep at most `sequences_per_device` on a device at a
+    time.
+    """
+    if config.batch_instances % n_devices:
+        fit = max(n for n in range(1, n_devices) if config.batch_instances % n == 0)
+        raise ValueError(
+            f"batch_instances={config.batch_instances} does not divide over {n_devices} devices; use"
+            f" a multiple of {n_devices}, or --max-devices {fit}"
+        )
+    per_device = config.batch_instances // n_devices
+    most = min(per_device, config.sequences_per_device)
+    return per_device // max(n for n in range(1, most + 1) if per_device % n == 0)
+
+
+def train_mesh(config: RunConfig) -> Mesh:
+    """The mesh of a run; raises ValueError where the model or batch does not divide over it."""
+    devices = jax.devices()[: config.max_devices]
+    if len(devices) % config.replicas:
+        raise ValueError(
+            f"replicas={config.replicas} does not divide {len(devices)} devices; use a divisor"
+        )
+    shards = len(devices) // config.replicas
+    for name in ("d_model", "vocab_size"):
+        if getattr(config.model, name) % shards:
+            raise ValueError(
+                f"model.{name}={getattr(config.model, name)} does not divide over {shards} shards;"
+                " raise --replicas or lower --max-devices"
+            )
+    micro_batches(config, len(devices))
+    return olmo3.make_mesh(config.replicas, devices=devices)
+
+
+def on_mesh(tree: Any, mesh: Mesh) -> Any:  # noqa: ANN401 - any tree of shapes
+    """Shapes with their shardings tied to a real mesh; orbax and the compiler refuse abstract ones."""
+
+    def pin(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, x.sharding.spec))
+
+    return jax.tree.map(pin, tree)
+
+
+def abstract_state(config: RunConfig, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and shardings of the state, without its memory."""
+    with jax.set_mesh(mesh):
+        return on_mesh(
+            jax.eval_shape(functools.partial(init_state, config), jax.random.key(0)), mesh
+        )
+
+
+def config_json(config: RunConfig) -> dict:
+    """The configuration as JSON holds it: paths are strings, tuples are lists."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def open_checkpoints(folder: Path, config: RunConfig | None = None) -> ocp.CheckpointManager:
+    """Opens a folder of checkpoints, to read, or with a config to save as well.
+
+    One checkpoint is a directory named by its step with items model, optimizer and config. Orbax
+    writes to a temporary name and renames when all is on disk, so what has a step's name is
+    complete.
+    """
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=config.keep_last if config else None,
+        keep_period=config.keep_every_steps if config else None,
+        read_only=config is None,
+    )
+    handlers = {
+        "model": ocp.StandardCheckpointHandler(),
+        "optimizer": ocp.StandardCheckpointHandler(),
+        "config": ocp.JsonCheckpointHandler(filename="config.json"),
+    }
+    return ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handlers)
+
+
+def save(manager: ocp.CheckpointManager, config: RunConfig, state: TrainState, step: int) -> None:
+    """Starts an asynchronous save of the whole state."""
+    items = ocp.args.Composite(
+        model=ocp.args.StandardSave(state.model),
+        optimizer=ocp.args.StandardSave((state.optimizer, state.step)),
+        config=ocp.args.JsonSave(config_json(config)),
+    )
+    manager.save(step, args=items)
+
+
+def restore(manager: ocp.CheckpointManager, config: RunConfig, mesh: Mesh, step: int) -> TrainState:
+    """Reads the whole state onto a mesh, which need not be the one it was saved from."""
+    want = abstract_state(config, mesh)
+    items = ocp.args.Composite(
+        model=ocp.args.StandardRestore(want.model),
+        optimizer=ocp.args.StandardRestore((want.optimizer, want.step)),
+    )
+    items = manager.restore(step, args=items)
+    state = TrainState(items["model"], *items["optimizer"])
+    assert int(state.step) == step, f"checkpoint {step} holds the state of step {int(state.step)}"
+    return state
+
+
+def find_checkpoint(path: Path) -> tuple[Path, int]:
+    """Folder of checkpoints and step that a path means: a run, its checkpoints, or one of them."""
+    for folder in (path / "checkpoints", path):
+        steps = [
+            int(p.name) for p in folder.glob("*") if p.name.isdigit() and (p / "model").is_dir()
+        ]
+        if steps:
+            return folder, max(steps)
+    if path.name.isdigit() and (path / "model").is_dir():
+        return path.parent, int(path.name)
+    raise FileNotFoundError(
+        f"{path}: no checkpoint there; give a run, its checkpoints folder or one step of it"
+    )
+
+
+def saved_config(folder: Path, step: int) -> dict:
+    """The configuration that travelled with a checkpoint."""
+    return json.loads((folder / str(step) / "config" / "config.json").read_text())
+
+
+def model_config(saved: dict) -> olmo3.ModelConfig:
+    """The model's configuration out of a saved one."""
+    fields = dict(saved["model"], windows=tuple(saved["model"]["windows"]))
+    if fields["yarn"] is not None:
+        fields["yarn"] = olmo3.YarnConfig(**fields["yarn"])
+    return olmo3.ModelConfig(**fields)
+
+
+def restore_model(path: Path, mesh: Mesh | None = None, **overrides: Any) -> olmo3.Olmo3:  # noqa: ANN401
+    """Reads the weights of a checkpoint, and nothing else, onto a mesh (by default of all devices).
+
+    `overrides` replace fields of the model's configuration that change no weight, such as
+    compute_dtype.
+    """
+    folder, step = find_checkpoint(path)
+    config = dataclasses.replace(model_config(saved_config(folder, step)), **overrides)
+    mesh = olmo3.make_mesh() if mesh is None else mesh
+    with jax.set_mesh(mesh):
+        want = jax.eval_shape(lambda: olmo3.Olmo3(config, jax.random.key(0)))
+    with open_checkpoints(folder) as manager:
+        items = ocp.args.Composite(model=ocp.args.StandardRestore(on_mesh(want, mesh)))
+        return manager.restore(step, args=items)["model"]
+
+
+def check_same_run(saved: dict, now: dict) -> list[str]:
+    """Changes from a saved configuration that a resumed run may make, as "field: old -> new".
+
+    Raises ValueError naming every field whose change would make it another model or another data
+    order.
+    """
+    free = {"model.remat", "model.loss_chunk", "model.compute_dtype", "data.base", "data.cache"}
+
+    def flat(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+        for key, value in tree.items():
+            if isinstance(value, dict):
+                yield from flat(value, f"{prefix}{key}.")
+            else:
+                yield prefix + key, value
+
+    old, new = dict(flat(saved)), dict(flat(now))
+    changes = {k: f"{k}: {old[k]} -> {v}" for k, v in new.items() if k in old and old[k] != v}
+    refused = [
+        text
+        for key, text in changes.items()
+        if key.startswith(("model.", "data.", "fingerprint")) and key not in free
+    ]
+    if refused:
+        raise ValueError(
+            f"the checkpoint is of another run ({'; '.join(refused)}); restore the old values, use"
+            " a new --run-dir, or start from its weights with --init"
+        )
+    return list(changes.values())
+
+
+def check_same_weights(saved: dict, now: dict) -> None:
+    """Raises ValueError unless weights saved under one configuration have the shapes of another."""
+    shape = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff")
+    old, new = saved["model"], now["model"]
+    wrong = [f"model.{k}: {old[k]} there, {new[k]} here" for k in shape if old[k] != new[k]]
+    if len(old["windows"]) != len(new["windows"]):
+        wrong.append(f"model.windows: {old['windows']} there, {new['windows']} here")
+    if wrong:
+        raise ValueError(f"init: the checkpoint is of another model ({'; '.join(wrong)})")
+
+
+def initial_state(config: RunConfig, mesh: Mesh) -> TrainState:
+    """Random weights, or those of `config.init` with its Adam moments if it has any.
+
+    As in the reference's stage transitions (spec T18), moments and their counter carry over; step,
+    data position and the spike window start afresh.
+    """
+    if config.init is None:
+        return jax.jit(functools.partial(init_state, config))(jax.random.key(config.seed))
+    model = restore_model(config.init, mesh)
+    folder, step = find_checkpoint(config.init)
+    state = jax.jit(functools.partial(start_state, config))(model)
+    if not (folder / str(step) / "optimizer").is_dir():
+        return state
+    want = abstract_state(config, mesh)
+    with open_checkpoints(folder) as manager:
+        items = ocp.args.Composite(optimizer=ocp.args.StandardRestore((want.optimizer, want.step)))
+        optimizer, _ = manager.restore(step, args=items)["optimizer"]
+    return eqx.tree_at(lambda s: s.optimizer.inner, state, optimizer.inner)
+
+
+class Log:
+    """metrics.jsonl, appended and flushed row by row, and one line of progress on the terminal."""
+
+    def __init__(self, folder: Path):
+        self.file: TextIO = (folder / "metrics.jsonl").open("a")
+        self.live = sys.stderr.isatty()
+        self.last_shown = 0.0
+
+    def write(self, row: dict[str, Any]) -> None:
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+
+    def say(self, text: str) -> None:
+        print(f"\r\x1b[K{text}" if self.live else text, file=sys.stderr, flush=True)
+
+    def progress(self, text: str, force: bool) -> None:
+        """Shows the newest line: rewritten in place on a terminal, every ten seconds elsewhere."""
+        if self.live:
+            print(f"\r\x1b[K{text}", end="\n" if force else "", file=sys.stderr, flush=True)
+        elif force or time.monotonic() - self.last_shown > 10:
+            self.last_shown = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+
+def show(x: float | str, spec: str) -> str:
+    """A number in a format, or what stands for a missing one."""
+    return x if isinstance(x, str) else format(x, spec)
+
+
+class Run:
+    """A prepared run: everything the user could have got wrong has been checked."""
+
+    def __init__(self, config: RunConfig):
+        self.config = config
+        self.mesh = train_mesh(config)
+        self.accumulation = micro_batches(config, self.mesh.size)
+        self.dataset = data.open_dataset(config.data)
+        self.loader = data.Loader(self.dataset, config.data, config.batch_instances)
+        self.heldout = self.prepare_heldout()
+        self.saved = config_json(config) | {"fingerprint": self.dataset.fingerprint}
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        self.manager = open_checkpoints(config.run_dir / "checkpoints", config)
+        self.first_step = (self.manager.latest_step() or 0) + 1
+        if self.first_step > 1:
+            if config.resume == "none":
+                raise ValueError(
+                    f"resume=none, but {config.run_dir} has a checkpoint at step"
+                    f" {self.first_step - 1}; use a new --run-dir or remove the old one"
+                )
+            old = saved_config(config.run_dir / "checkpoints", self.first_step - 1)
+            self.changes = check_same_run(old, self.saved)
+        else:
+            self.changes = []
+        if config.init is not None:
+            check_same_weights(saved_config(*find_checkpoint(config.init)), self.saved)
+        kind = self.mesh.devices.flat[0].device_kind
+        self.peak_flops = PEAK_FLOPS.get(kind)
+        tokens = config.batch_instances * config.data.sequence_length
+        self.batch_tokens = tokens
+        self.step_flops = tokens * olmo3.flops_per_token(config.model, config.data.sequence_length)
+
+    def prepare_heldout(self) -> evaluation.HeldOut | None:
+        """The documents that evaluations measure, or None where there are none to be had."""
+        config = self.config
+        if config.heldout:
+            source = dataclasses.replace(config.data, source=config.heldout)
+            paths = data.list_files(source, "heldout")
+        elif config.data.source == "stdlib":
+            paths = data.list_files(config.data, "heldout")
+        else:
+            return None
+        rows = evaluation.prepare_heldout({"heldout": paths}, config.data)
+        n = config.eval_documents
+        n_bytes = None if rows.n_bytes is None else rows.n_bytes[:n]
+        return evaluation.HeldOut(rows.labels[:n], rows.documents[:n], n_bytes)
+
+    def report(
+        self, log: Log, step: int, lr: float, metrics: dict[str, Array], times: dict
+    ) -> None:
+        """Writes the row of a step, shows it, and ends the run if the step gives reason to."""
+        config, value = self.config, {k: v.item() for k, v in metrics.items() if v.ndim == 0}
+        data_hash = data.format_hash(metrics["data_hash"])
+        expected = data.format_hash(data.instance_hash(self.loader.instance_ids(step)))
+        speed = self.batch_tokens / times["step_seconds"]
+        flops = self.step_flops / times["step_seconds"] / self.mesh.size
+        row = {
+            "step": step,
+            **{k: value[k] for k in ("loss", "ce", "z_loss", "grad_norm")},
+            "lr": lr,
+            "step_skipped": value["step_skipped"],
+            "tokens_seen": step * self.batch_tokens,
+            "tokens_per_second": speed,
+            "mfu": flops / self.peak_flops if self.peak_flops else "n/a",
+            "data_hash": data_hash,
+            **times,
+        }
+        log.write(row)
+        eta = (config.steps - step) * times["step_seconds"]
+        log.progress(
+            f"step {step}/{config.steps}  loss {row['loss']:.4f}  grad {row['grad_norm']:.3f}"
+            f"  lr {lr:.2e}  {speed:,.0f} tok/s  mfu {show(row['mfu'], '.1%')}"
+            f"  eta {int(eta) // 60}:{int(eta) % 60:02d}"
+            + ("  SKIPPED" if row["step_skipped"] else ""),
+            force=step == config.steps,
+        )
+        if data_hash != expected:
+            raise RuntimeError(
+                f"data_hash={data_hash} at step {step}, but the order says {expected}: the devices"
+                " got other instances than this step's; the loader is at fault"
+            )
+        if value["n_nonfinite"] >= config.max_nonfinite_steps:
+            raise RuntimeError(
+                f"loss or gradient norm not finite for {value['n_nonfinite']} steps up to step"
+                f" {step} (data_hash={data_hash}); no update was taken in them: go on from the last"
+                " checkpoint with a lower --optim.lr, or look at the batch with data.py"
+            )
+
+    def evaluate(self, log: Log, step: int, state: TrainState) -> None:
+        """Measures the held-out loss and records it."""
+        if self.heldout is None:
+            return
+        losses = evaluation.evaluate_loss(state.model, self.heldout)
+        log.write({"step": step, "eval": losses})
+        pooled = losses["pooled"]
+        log.say(
+            f"step {step}: held-out loss {pooled['ce']:.4f} ± {pooled['ce_se']:.4f} nats/token over"
+            f" {pooled['n_tokens']:,} tokens"
+        )
+
+    def loop(self, log: Log) -> TrainState:
+        """Trains from the newest checkpoint to the last step."""
+        config, first = self.config, self.first_step
+        if first == 1:
+            state = initial_state(config, self.mesh)
+        else:
+            state = restore(self.manager, config, self.mesh, first - 1)
+        sharding = NamedSharding(self.mesh, P(None, ("data", "fsdp")))
+        stream = data.Stream(self.loader, sharding, self.accumulation, first, config.steps)
+        step_function = jax.jit(functools.partial(train_step, config), donate_argnums=0)
+        pending, clock = None, time.perf_counter()
+        for step in range(first, config.steps + 1):
+            lr = learning_rate(config.optim, step)
+            state, metrics = step_function(state, stream.get(step), jnp.float32(lr))
+            # The row of the step before is written while this one runs.
+            last = step == config.steps
+            due = [
+                last or step % every == 0
+                for every in (config.save_every_steps, config.eval_every_steps)
+            ]
+            for done in (pending, (step, lr, metrics) if any(due) or step == first else None):
+                if done is not None:
+                    jax.block_until_ready(done[2])
+                    now = time.perf_counter()
+                    times = {"step_seconds": now - clock, "data_seconds": stream.data_seconds}
+                    clock = now
+                    self.report(log, *done, times)
+            pending = None if any(due) or step == first else (step, lr, metrics)
+            if due[0]:
+                save(self.manager, config, state, step)
+            if due[1]:
+                self.evaluate(log, step, state)
+            if any(due):
+                clock = time.perf_counter()
+        self.manager.wait_until_finished()
+        stream.close()
+        return state
+
+    def train(self) -> None:
+        """Runs to the end; a second call has nothing to do and says so."""
+        config = self.config
+        log = Log(config.run_dir)
+        if self.first_step > config.steps:
+            n = self.first_step - 1
+            log.say(f"already at step {n} of {config.steps}, nothing to do")
+            return
+        (config.run_dir / "config.json").write_text(json.dumps(self.saved, indent=1) + "\n")
+        log.write({"event": "start", "step": self.first_step, "changes": self.changes})
+        for line in self.describe():
+            log.say(line)
+        with jax.set_mesh(self.mesh):
+            state = self.loop(log)
+            if config.sample_tokens:
+                log.say(
+                    "sample: " + evaluation.sample_bytes(state.model, "def ", config.sample_tokens)
+                )
+
+    def describe(self) -> Iterator[str]:
+        """What is about to run, and what differs from the run it continues."""
+        config = self.config
+        per_device = config.batch_instances // self.mesh.size // self.accumulation
+        yield (
+            f"{config.run_dir}: {olmo3.n_parameters(config.model):,} parameters,"
+            f" {self.dataset.n_instances:,} instances of {config.data.sequence_length} tokens,"
+            f" {self.loader.batches_per_epoch:,} batches an epoch"
+        )
+        yield (
+            f"mesh {dict(self.mesh.shape)}, batch {config.batch_instances} = {self.accumulation}"
+            f" x {self.mesh.size} devices x {per_device}; step {self.first_step} to {config.steps}"
+        )
+        yield from (f"changed since the checkpoint: {change}" for change in self.changes)
+        if self.first_step == 1:
+            yield f"compiling; first step from {config.init or f'seed {config.seed}'}"
+
+
+def parse(arguments: list[str]) -> RunConfig:
+    """Reads `--preset NAME` and then any field of that preset.
+
+    Raises ValueError for an unknown preset, SystemExit(2) from tyro for everything else.
+    """
+    name, rest = "tiny", []
+    words = iter(arguments)
+    for word in words:
+        if word == "--preset":
+            name = next(words, "")
+        elif word.startswith("--preset="):
+            name = word.removeprefix("--preset=")
+        else:
+            rest.append(word)
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        raise ValueError(
+            f"preset={name}: there are {', '.join(PRESETS)}"
+            + (f"; did you mean {near[0]}?" if near else "")
+        )
+    presets = "\n".join(f"  {key:22}{text}" for key, (text, _) in PRESETS.items())
+    description = f"{PRESETS[name][0]}\n\nPresets, chosen with --preset NAME:\n{presets}"
+    return tyro.cli(RunConfig, default=PRESETS[name][1], args=rest, description=description)
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code: 0, or 2 where the user's values or files are at fault."""
+    try:
+        run = Run(parse(arguments))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    run.train()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
