@@ -1,5 +1,6 @@
 """The evaluation against OLMo-core's numbers, formulas and plain loops."""
 
+import gzip
 import json
 import math
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import golden_cases
+from conftest import GOLDENS, golden_cases
 
 import convert
 import data
@@ -52,11 +53,32 @@ def heldout(lengths, seed=0):
     return evaluation.HeldOut(("a",) * len(lengths), documents, np.array(lengths) - 1)
 
 
+def plain_log_probs(model, sequences):
+    """The definition: the full pass at i - 1 scores token i; and whether it is the likeliest."""
+    scores_of = eqx.filter_jit(lambda m, x: jax.nn.log_softmax(olmo3.logits(m, m(x))))
+    out = []
+    for ids in sequences:
+        padded = np.zeros((8, 512), np.int32)
+        padded[:, : len(ids)] = ids
+        scores = np.asarray(scores_of(model, evaluation.put_rows(padded)))[0, : len(ids) - 1]
+        picked = scores[np.arange(len(ids) - 1), ids[1:]]
+        out.append((picked, picked == scores.max(axis=-1)))
+    return out
+
+
 def load_golden(config_file, weights, folder):
     """A golden's weights as the Hugging Face folder that convert reads, in float32."""
     (folder / "config.json").write_bytes(config_file.read_bytes())
     (folder / "model.safetensors").write_bytes(weights.read_bytes())
     return convert.load_hf(folder, compute_dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def downstream_model(tmp_path_factory):
+    folder = GOLDENS / "downstream"
+    return load_golden(
+        folder / "config.json", folder / "model.safetensors", tmp_path_factory.mktemp("hf")
+    )
 
 
 @pytest.mark.parametrize("folder", golden_cases("lm_eval"), ids=lambda p: p.name)
@@ -106,12 +128,8 @@ def test_uniform_model_loses_log_v_on_every_target(uniform):
 def test_document_losses_do_not_depend_on_batch_size_order_or_mesh(model):
     rows = heldout([5, 3, 200, 40, 129, 7, 300])
     nats, _ = evaluation.document_losses(model, rows)
-    with jax.set_mesh(olmo3.make_mesh(devices=jax.devices()[:1])):
-        alone = olmo3.Olmo3(TINY, jax.random.key(0))
-        for loss, document in zip(nats, rows.documents, strict=True):  # alone and unpadded
-            scores = jax.nn.log_softmax(olmo3.logits(alone, alone(jnp.asarray(document)[None]))[0])
-            picked = scores[jnp.arange(len(document) - 1), document[1:]]
-            assert loss == pytest.approx(-float(picked.sum()), rel=1e-5)
+    alone = plain_log_probs(model, rows.documents)
+    np.testing.assert_allclose(nats, [-scores.sum() for scores, _ in alone], rtol=1e-5)
     for batch_tokens in (1, 700):
         again, _ = evaluation.document_losses(model, rows, batch_tokens)
         np.testing.assert_allclose(again, nats, rtol=1e-5)
@@ -153,3 +171,104 @@ def test_a_file_that_is_also_trained_on_is_found(tmp_path):
     train = [str(tmp_path / "a"), str(tmp_path / "b")]
     heldout_files = [str(tmp_path / "copy"), str(tmp_path / "b"), str(tmp_path / "other")]
     assert evaluation.shared_files(train, heldout_files) == heldout_files[:2]
+
+
+def random_requests(n_contexts, seed=0):
+    """Requests with shared few-shot contexts, several continuations each, some of one token."""
+    rng = np.random.default_rng(seed)
+    preamble = tuple(rng.integers(0, 256, 90).tolist())
+    requests = []
+    for i in range(n_contexts):
+        question = tuple(rng.integers(0, 256, int(rng.integers(1, 40))).tolist())
+        context = preamble + question if i % 4 else question
+        for _ in range(3):
+            continuation = rng.integers(0, 256, int(rng.integers(1, 6))).tolist()
+            requests.append(evaluation.Request(context, tuple(continuation)))
+        requests.append(evaluation.Request(context, (int(rng.integers(0, 256)),)))
+    return requests
+
+
+def test_scores_match_the_definition_whatever_the_batch_and_order(model):
+    requests = random_requests(16)
+    alone = plain_log_probs(model, [[*r.context, *r.continuation] for r in requests])
+    n_scored = [len(r.continuation) for r in requests]
+    wanted = [s[-n:].sum() for n, (s, _) in zip(n_scored, alone, strict=True)]
+    greedy = [bool(top[-n:].all()) for n, (_, top) in zip(n_scored, alone, strict=True)]
+    for batch_tokens, order in ((32_768, 1), (64, 1), (500, -1)):
+        got = evaluation.score(model, requests[::order], batch_tokens=batch_tokens)
+        np.testing.assert_allclose(got.log_probs[::order], wanted, rtol=0, atol=1e-4)
+        assert got.greedy[::order].tolist() == greedy
+    assert got.report["n_tokens"] < 0.5 * got.report["n_tokens_unshared"]
+    assert got.report["n_rows"] < len(requests)
+
+
+@pytest.mark.parametrize("prefix", [(), (9,)])
+def test_uniform_model_gives_minus_n_log_v_to_a_continuation(uniform, prefix):
+    requests = [evaluation.Request((*prefix, 1, 2), tuple(range(n))) for n in (1, 2, 7)]
+    wanted = [-n * math.log(384) for n in (1, 2, 7)]
+    np.testing.assert_allclose(evaluation.score(uniform, requests).log_probs, wanted, rtol=1e-6)
+
+
+def test_overlong_requests_are_refused_skipped_or_cut_but_never_their_continuation(model):
+    rng = np.random.default_rng(1)
+    context, continuation = (tuple(rng.integers(0, 256, n).tolist()) for n in (100, 5))
+    request = evaluation.Request(context, continuation)
+    with pytest.raises(ValueError, match="104 tokens, above max_length=64"):
+        evaluation.score(model, [request], max_length=64)
+    skipped = evaluation.score(model, [request], 64, "skip")
+    assert np.isnan(skipped.log_probs[0])
+    assert skipped.report["n_skipped"] == 1
+    cut = evaluation.score(model, [request], 64, "left")
+    same = evaluation.score(model, [evaluation.Request(context[-60:], continuation)])
+    assert cut.report["n_cut"] == 1
+    assert cut.log_probs[0] == pytest.approx(same.log_probs[0], abs=1e-5)
+    with pytest.raises(ValueError, match="must fit max_length=4"):
+        evaluation.score(model, [request], 4, "left")
+
+
+def test_a_second_model_is_not_answered_from_the_first_ones_cache(model, uniform):
+    requests = random_requests(4)
+    first = evaluation.score(model, requests).log_probs
+    assert not np.allclose(evaluation.score(uniform, requests).log_probs, first)
+    np.testing.assert_array_equal(evaluation.score(model, requests).log_probs, first)
+
+
+def test_cached_steps_equal_the_full_pass_at_every_position_beyond_the_window(model):
+    tokens = jax.random.randint(jax.random.key(1), (8, 40), 0, 256, dtype=jnp.int32)
+    tokens = evaluation.put_rows(np.asarray(tokens))
+    full = model(tokens)
+    hidden, cache = evaluation.prefill(model, tokens[:, :19], 40)
+    steps, extend = [hidden], eqx.filter_jit(evaluation.extend)
+    for position in range(19, 40):
+        step, cache = extend(
+            model, cache, jnp.int32(position), tokens[:, position : position + 1], keep=True
+        )
+        steps.append(step)
+    np.testing.assert_allclose(jnp.concatenate(steps, axis=1), full, atol=1e-4)
+
+
+def golden_requests(folder, task):
+    """A golden task's rows, its token-level requests and the log-probabilities to reach."""
+    with gzip.open(folder / f"{task}.jsonl.gz", "rt") as file:
+        golden = [json.loads(line) for line in file]
+    arrays = np.load(folder / f"{task}_tokens.npz")
+    requests, wanted = [], []
+    for i, row in enumerate(golden):
+        query = arrays["query_tokens"][arrays["offsets"][i] : arrays["offsets"][i + 1]].tolist()
+        context = tuple(query[: row["ctx_len"]])
+        if "choice_token_ids" in row:
+            requests += [evaluation.Request(context, (token,)) for token in row["choice_token_ids"]]
+            wanted += row["choice_logprobs"]
+        else:
+            requests.append(evaluation.Request(context, tuple(row["cont_tokens"])))
+            wanted.append(row["logprob_sum"])
+    return golden, requests, np.array(wanted)
+
+
+@pytest.mark.parametrize(
+    "file", golden_cases("downstream/*.jsonl.gz"), ids=lambda p: p.name.split(".")[0]
+)
+def test_golden_downstream_log_probabilities(file, downstream_model):
+    _, requests, wanted = golden_requests(file.parent, file.name.removesuffix(".jsonl.gz"))
+    got = evaluation.score(downstream_model, requests)
+    np.testing.assert_allclose(got.log_probs, wanted, rtol=0, atol=1e-4)
