@@ -22,6 +22,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -45,7 +46,7 @@ import numpy as np
 import tensorstore as ts
 import tyro
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Int32, Int64, Integer, UInt, UInt8, UInt32
+from jaxtyping import Array, Bool, Int32, Int64, Integer, UInt, UInt8, UInt32
 
 
 @dataclass(frozen=True)
@@ -95,17 +96,14 @@ class DataConfig:
         longest = self.max_target_sequence_length or self.sequence_length
         if self.sequence_length < 2 or longest % self.sequence_length:
             raise ValueError(
-                f"max_target_sequence_length={longest} is not a multiple of "
+                f"max_target_sequence_length={longest} must be a multiple of "
                 f"sequence_length={self.sequence_length}, which must be at least 2"
             )
-        if not 0 <= self.eos_id < self.vocab_size or not 0 <= self.pad_id < self.vocab_size:
+        vocab_size, most = self.vocab_size, 2 ** (8 * np.dtype(self.dtype).itemsize)
+        if not 0 <= max(self.eos_id, self.pad_id) < vocab_size <= most:
             raise ValueError(
-                f"eos_id={self.eos_id} and pad_id={self.pad_id} must be below "
-                f"vocab_size={self.vocab_size}"
-            )
-        if self.dtype == "uint16" and self.vocab_size > 65_536:
-            raise ValueError(
-                f"dtype=uint16 cannot hold the ids of vocab_size={self.vocab_size}; use uint32"
+                f"eos_id={self.eos_id} and pad_id={self.pad_id} must be below {vocab_size=}, and "
+                f"that at most the {most} ids of dtype={self.dtype}"
             )
 
 
@@ -159,13 +157,18 @@ def repeats_too_often(
     """Whether a pattern of `periods` tokens occurs `count` times in a row (spec 6.5, exact).
 
     `count` repeats of period p are a run of at least (count - 1) * p positions equal to the one p
-    before, so it is enough to look for two mismatches that far apart.
+    before, so mismatches that far apart decide. Most periods are ruled out by an eighth of a run.
     """
+
+    def longest_run(same: Bool[np.ndarray, " n"]) -> int:
+        edges = np.flatnonzero(~same)
+        return int(np.diff(edges, prepend=-1, append=len(same)).max()) - 1
+
     for period in range(periods[0], min(periods[1], len(tokens) // 3) + 1):
-        same = len(tokens) - period
-        mismatches = np.flatnonzero(tokens[period:] != tokens[:-period])
-        runs = np.diff(mismatches, prepend=-1, append=same) - 1
-        if runs.max() >= (count - 1) * period:
+        run, later, earlier = (count - 1) * period, tokens[period:], tokens[:-period]
+        step = max(run // 8, 1)  # a run of that length holds so many of every step-th position
+        likely = longest_run(later[::step] == earlier[::step]) >= run // step
+        if likely and longest_run(later == earlier) >= run:
             return True
     return False
 
@@ -437,7 +440,7 @@ def list_files(config: DataConfig, split: str = "train") -> list[str]:
     if source.endswith((".json", ".txt")) and not Path(source).is_file():
         raise FileNotFoundError(f"source={source}: no such index or manifest")
     if source.endswith(".json"):
-        return read_index(config)[0]
+        return read_index(config)[1]
     if source.endswith(".txt"):
         paths = read_manifest(config)
     else:
@@ -459,18 +462,14 @@ def measure(files: Files, paths: Sequence[str], config: DataConfig) -> Int64[np.
             sizes[i] = size
             if remote and (i % 100 == 99 or i + 1 == len(paths)) and sys.stderr.isatty():
                 print(f"\rsized {i + 1:,} of {len(paths):,} files", end="", file=sys.stderr)
-    width = np.dtype(config.dtype).itemsize
-    for wrong, what, error in (
+    for bad, what, error in (
         (sizes < 0, "missing; check source and base, nothing runs on a part", FileNotFoundError),
-        (
-            (sizes == 0) & (not config.skip_empty),
-            "empty; remove them or set skip_empty",
-            ValueError,
-        ),
+        (sizes == 0, "empty; remove them or set skip_empty", ValueError),
     ):
-        bad = [path for path, is_so in zip(paths, wrong, strict=True) if is_so]
-        if bad:
-            raise error(f"{len(bad)} of {len(paths)} token files {what}: {', '.join(bad[:5])}")
+        names = [path for path, is_bad in zip(paths, bad, strict=True) if is_bad]
+        if names and not (config.skip_empty and error is ValueError):
+            raise error(f"{len(names)} of {len(paths)} token files {what}: {', '.join(names[:5])}")
+    width = np.dtype(config.dtype).itemsize
     for i in np.flatnonzero(sizes % width).tolist():
         raise ValueError(
             f"{paths[i]}: {sizes[i]} bytes is not a multiple of {width} ({config.dtype}); "
@@ -486,17 +485,14 @@ def fingerprint(config: DataConfig, paths: Sequence[str], sizes: Int64[np.ndarra
         "pad_token_id": config.pad_id,
         "eos_token_id": config.eos_id,
         "dtype": f"<class 'numpy.{config.dtype}'>",
-        "max_target_sequence_length": config.max_target_sequence_length,
-        "bos_token_id": config.bos_id,
     }
-    if config.packed:
-        fields.pop("max_target_sequence_length")
-        fields = {
-            **{name: value for name, value in fields.items() if name != "bos_token_id"},
-            "long_doc_strategy": config.long_documents,
-            "bos_token_id": config.bos_id,
-            "sequence_length": config.sequence_length,
-        }
+    if not config.packed:
+        fields["max_target_sequence_length"] = config.max_target_sequence_length
+        fields["bos_token_id"] = config.bos_id
+    else:
+        fields["long_doc_strategy"] = config.long_documents
+        fields["bos_token_id"] = config.bos_id
+        fields["sequence_length"] = config.sequence_length
         if config.pack_group > 1:
             fields["source_group_size"] = config.pack_group
     digest = hashlib.sha256(f"class=Numpy{'Packed' * config.packed}FSLDataset".encode())
@@ -526,26 +522,27 @@ def write_index(
         temporary.write_text(json.dumps(index, indent=0))
 
 
-def read_index(config: DataConfig) -> tuple[list[str], Int64[np.ndarray, " F"]]:
-    """Paths and sizes of an index; refuses one that was made for another configuration."""
-    index = load_index(config.source)
-    for name in INDEX_FIELDS:
-        if (old := index["config"][name]) != (new := getattr(config, name)):
-            raise ValueError(f"{name}={new}, but index {config.source} has {old}; index again")
-    paths = [path for path, _ in index["files"]]
-    sizes = np.array([size for _, size in index["files"]], np.int64)
-    if fingerprint(config, paths, sizes) != index["fingerprint"]:
-        raise ValueError(f"fingerprint: index {config.source} does not fit its files; index again")
-    return paths, sizes
+def read_index(
+    config: DataConfig, follow: bool = False
+) -> tuple[DataConfig, list[str], Int64[np.ndarray, " F"]]:
+    """Configuration, paths and sizes of an index; refuses one made for another configuration.
 
-
-def load_index(path: str) -> dict:
-    """The JSON of an index."""
+    With `follow`, fields left at their defaults take the values of the index.
+    """
     with contextlib.suppress(json.JSONDecodeError):
-        index = json.loads(Path(path).read_text(encoding="utf-8"))
+        index, default = json.loads(Path(config.source).read_text(encoding="utf-8")), DataConfig()
         if index.get("format") == "olmo3-equinox data index 1":
-            return index
-    raise ValueError(f"source={path} is no index of this version; make one with data.py index")
+            for name, old in index["config"].items():
+                if old == (new := getattr(config, name)):
+                    continue
+                if not follow or new != getattr(default, name):
+                    raise ValueError(f"{name}={new}, but index {config.source} has {old}")
+            config = dataclasses.replace(config, **index["config"])
+            paths = [path for path, _ in index["files"]]
+            sizes = np.array([size for _, size in index["files"]], np.int64)
+            if fingerprint(config, paths, sizes) == index["fingerprint"]:
+                return config, paths, sizes
+    raise ValueError(f"source={config.source} is no sound index; make one with data.py index")
 
 
 def check_ids(ids: UInt[np.ndarray, " n"], path: str, start: int, config: DataConfig) -> None:
@@ -636,6 +633,13 @@ def pack_files(
     return Packing(firsts, files_.astype(np.int32), starts, lengths.astype(np.int32))
 
 
+def aligned_empty(shape: tuple[int, ...]) -> Int32[np.ndarray, "..."]:
+    """Memory on a 64-byte boundary, which JAX takes over on CPU devices instead of copying it."""
+    out = np.empty(4 * math.prod(shape) + 64, np.uint8)
+    start = -out.ctypes.data % 64
+    return out[start : start + len(out) - 64].view(np.int32).reshape(shape)
+
+
 @dataclass(frozen=True)
 class Dataset:
     """The instances of token files: `sequence_length` tokens of one, or packed documents."""
@@ -674,7 +678,7 @@ class Dataset:
         """Reads instances, checks every id, and makes targets and segments."""
         config = self.config
         dtype = np.dtype(config.dtype).newbyteorder("<")
-        tokens = np.full((len(instances), config.sequence_length), config.pad_id, np.int32)
+        tokens, targets = aligned_empty((2, len(instances), config.sequence_length))
         raw = tokens.view(dtype) if dtype.itemsize == 4 else tokens.astype(dtype)
         requests, lengths = [], []
         for row, instance in enumerate(instances.tolist()):
@@ -683,16 +687,17 @@ class Dataset:
                 out = raw[row, end : end + count]
                 requests.append(Request(self.paths[file], start * dtype.itemsize, out))
                 end += count
+            raw[row, end:] = config.pad_id
             lengths.append(end)
         self.files.read(requests)
         for path, start, ids in requests:
             check_ids(ids, path, start, config)
         if dtype.itemsize != 4:
             tokens[:] = raw
-        targets = np.full_like(tokens, -1)
+        targets[:, :-1] = tokens[:, 1:]
         for row, length in enumerate(lengths):
-            if not (config.filter_repetitions and repeats_too_often(tokens[row])):
-                targets[row, : length - 1] = tokens[row, 1:length]
+            rejected = config.filter_repetitions and repeats_too_often(tokens[row])
+            targets[row, 0 if rejected else length - 1 :] = -1
         if not config.packed:
             return Batch(tokens, targets, None, instances)
         ends = tokens == config.eos_id
@@ -706,8 +711,14 @@ def make_dataset(
     longest = config.max_target_sequence_length or config.sequence_length
     counts = sizes // np.dtype(config.dtype).itemsize // longest
     counts = np.concatenate([np.zeros(1, np.int64), counts * (longest // config.sequence_length)])
-    packing = pack_files(files, paths, sizes, config) if config.packed else None
-    identity = fingerprint(config, paths, sizes)
+    identity, packing = fingerprint(config, paths, sizes), None
+    if config.packed:
+        cached = Path(config.cache).expanduser() / f"packing-{identity[:16]}.npz"
+        if not cached.exists():
+            with atomic_path(cached) as temporary, temporary.open("wb") as file:
+                np.savez(file, *pack_files(files, paths, sizes, config))
+        with np.load(cached) as columns:
+            packing = Packing(*(columns[name] for name in columns.files))
     dataset = Dataset(config, files, tuple(paths), sizes, np.cumsum(counts), packing, identity)
     if dataset.n_instances > 2**32:
         raise ValueError(f"{dataset.n_instances} instances do not fit OLMo-core's uint32 order")
@@ -725,7 +736,7 @@ def open_dataset(config: DataConfig, split: Literal["train", "heldout"] = "train
         sizes = measure(files, paths, config)
         sample(files, paths, sizes, config)
         return make_dataset(config, files, paths, sizes)
-    sizes = read_index(config)[1]
+    sizes = read_index(config)[2]
     local = [i for i, path in enumerate(paths) if "://" not in path]
     here = [paths[i] for i in local]
     for path, new, old in zip(here, measure(files, here, config), sizes[local], strict=True):
@@ -804,23 +815,22 @@ class Loader:
         At the scale of stage 1 it is 2.9 GB, made once per host and shared by its processes. Its
         name carries the dataset's identity, which OLMo-core's own cache lacks (spec T19).
         """
-        with self.lock:
-            if epoch not in self.orders:
-                self.orders = {e: o for e, o in self.orders.items() if e >= epoch - 1}
-                self.orders[epoch] = self._make_order(epoch)
-            return self.orders[epoch]
-
-    def _make_order(self, epoch: int) -> UInt32[np.ndarray, " N"]:
         n, chunk = self.dataset.n_instances, self.dataset.chunk
         seed = self.config.seed + epoch
-        if n < 1 << 20:
-            return shuffled(n, chunk, seed)
-        name = f"order-{self.dataset.fingerprint[:16]}-n{n}-chunk{chunk}-seed{seed}.u4"
-        path = Path(self.config.cache).expanduser() / name
-        if not path.exists() or path.stat().st_size != n // chunk * chunk * 4:
-            with atomic_path(path) as temporary:
-                shuffled(n, chunk, seed).astype("<u4", copy=False).tofile(temporary)
-        return np.asarray(np.memmap(path, np.dtype("<u4"), "r"))
+        with self.lock:
+            if epoch in self.orders:
+                return self.orders[epoch]
+            if n < 1 << 20:
+                order = shuffled(n, chunk, seed)
+            else:
+                name = f"order-{self.dataset.fingerprint[:16]}-n{n}-chunk{chunk}-seed{seed}.u4"
+                path = Path(self.config.cache).expanduser() / name
+                if not path.exists() or path.stat().st_size != n // chunk * chunk * 4:
+                    with atomic_path(path) as temporary:
+                        shuffled(n, chunk, seed).astype("<u4", copy=False).tofile(temporary)
+                order = np.asarray(np.memmap(path, np.dtype("<u4"), "r"))
+            self.orders = {e: o for e, o in self.orders.items() if e == epoch - 1} | {epoch: order}
+            return order
 
     def ids(
         self, steps: Int64[np.ndarray, " K"], rows: Int64[np.ndarray, " B"]
@@ -881,9 +891,8 @@ class Stream:
         self._submit()
 
     def _submit(self) -> None:
-        while (
-            len(self.pending) < self.loader.config.read_ahead and self.next_step <= self.last_step
-        ):
+        ahead = self.loader.config.read_ahead
+        while len(self.pending) < ahead and self.next_step <= self.last_step:
             self.pending[self.next_step] = self.pool.submit(self._load, self.next_step)
             self.next_step += 1
 
@@ -893,9 +902,9 @@ class Stream:
         shape = (count, n_rows, config.sequence_length)
         index_map = self.sharding.addressable_devices_indices_map(shape)
         shards = sorted({index[1].indices(n_rows)[:2] for index in index_map.values() if index})
-        columns = [np.arange(start, stop) for start, stop in shards]
-        rows = [np.arange(count)[:, None] * n_rows + column for column in columns]
-        batch = self.loader.read(step, np.concatenate([r.reshape(-1) for r in rows]))
+        micro = np.arange(count)[:, None] * n_rows
+        rows = [(micro + np.arange(start, stop)).reshape(-1) for start, stop in shards]
+        batch = self.loader.read(step, np.concatenate(rows))
         splits = np.cumsum([r.size for r in rows])[:-1]
 
         def put(field: np.ndarray) -> Array:
@@ -947,16 +956,11 @@ def index(config: tyro.conf.OmitArgPrefixes[DataConfig], out: Path) -> None:
 
 
 def known_dataset(config: DataConfig) -> Dataset:
-    """A dataset without a look at its files if it comes from an index.
-
-    Fields left at their defaults take the index's values, so a command needs no other flag.
-    """
+    """A dataset without a look at its files if it comes from an index, and as that was made."""
     if not config.source.endswith(".json"):
         return open_dataset(config)
-    default, saved = DataConfig(), load_index(config.source)["config"]
-    left = [name for name in INDEX_FIELDS if getattr(config, name) == getattr(default, name)]
-    config = dataclasses.replace(config, **{name: saved[name] for name in left})
-    return make_dataset(config, Files(), *read_index(config))
+    config, paths, sizes = read_index(config, follow=True)
+    return make_dataset(config, Files(), paths, sizes)
 
 
 def order(
@@ -1035,56 +1039,42 @@ def audit_order(
     """
     one = make(0, 1, None)
     batch, per_epoch, n = one.batch_instances, one.batches_per_epoch, one.dataset.n_instances
-    split = {p: [(make(i, p, None), rows) for i, rows in rows_of(batch, p)] for p in processes}
-    for first in range(1, epochs * per_epoch + 1, per_epoch):
+    last, every = epochs * per_epoch, np.arange(batch)
+
+    def loaders(resume: Cursor | None) -> dict[int, list[tuple[Loader, np.ndarray]]]:
+        rows = {p: enumerate(np.split(every, p)) for p in processes}
+        return {p: [(make(i, p, resume), mine) for i, mine in rows[p]] for p in processes}
+
+    def compare(steps: np.ndarray, ids: np.ndarray, split: dict) -> str | None:
+        for p, parts in split.items():
+            got = np.concatenate([loader.ids(steps, mine) for loader, mine in parts], 1)
+            for k, row in np.argwhere(got != ids)[:1].tolist():
+                there = f"instance {got[k, row]}, with one process it is {ids[k, row]}"
+                return f"step {steps[k]}, {p} processes: row {row} is {there}"
+        return None
+
+    whole, block = loaders(None), max((1 << 21) // batch, 1)
+    for first in range(1, last + 1, per_epoch):
         seen = np.zeros(n, bool)
-        for start in range(first, first + per_epoch, block := max((1 << 21) // batch, 1)):
+        for start in range(first, first + per_epoch, block):
             steps = np.arange(start, min(start + block, first + per_epoch))
-            ids = one.ids(steps, np.arange(batch))
+            ids = one.ids(steps, every)
             flat = np.sort(ids, axis=None)
             twice = np.concatenate([flat[seen[flat]], flat[1:][flat[1:] == flat[:-1]]])
             if twice.size:
                 step = int(steps[np.flatnonzero((ids == twice[0]).any(1))[-1]])
                 return f"step {step}: instance {twice[0]} a second time in one epoch", ""
             seen[flat] = True
-            for p, parts in split.items():
-                fault = compare(ids, steps, [loader.ids(steps, rows) for loader, rows in parts], p)
-                if fault:
-                    return fault, ""
-    last = epochs * per_epoch
-    for step in sorted({1, per_epoch - 1, per_epoch, *random.Random(0).sample(range(last), 4)}):
-        steps = np.arange(step + 1, min(step + 3, last + 1))
-        for p in processes if step and len(steps) else ():
-            parts = [make(i, p, one.cursor(step)).ids(steps, rows) for i, rows in rows_of(batch, p)]
-            fault = compare(one.ids(steps, np.arange(batch)), steps, parts, p)
-            if fault:
-                return f"after resuming at step {step}: {fault}", ""
+            if fault := compare(steps, ids, whole):
+                return fault, ""
+    for step in sorted({1, per_epoch, *random.Random(0).choices(range(1, last), k=4)}):
+        steps = np.arange(step + 1, step + 3)
+        if fault := compare(steps, one.ids(steps, every), loaders(one.cursor(step))):
+            return f"after resuming at step {step}: {fault}", ""
     return None, (
         f"ok: each of {epochs} epochs of {per_epoch:,} steps visits {per_epoch * batch:,} of {n:,} "
         f"instances once (the rest fill no batch), alike for {list(processes)} processes"
     )
-
-
-def rows_of(batch: int, n: int) -> list[tuple[int, Int64[np.ndarray, " B"]]]:
-    """Numbers and rows of n processes, as a sharding over equal blocks of rows gives them."""
-    return list(enumerate(np.split(np.arange(batch), n)))
-
-
-def compare(
-    ids: UInt32[np.ndarray, "K B"],
-    steps: Int64[np.ndarray, " K"],
-    parts: list[UInt32[np.ndarray, "K _"]],
-    processes: int,
-) -> str | None:
-    """Where the rows of several processes differ from the whole batch, if they do."""
-    together = np.concatenate(parts, 1)
-    for row in np.flatnonzero((together != ids).any(1))[:1].tolist():
-        column = int(np.flatnonzero(together[row] != ids[row])[0])
-        return (
-            f"step {steps[row]}, {processes} processes: row {column} is instance "
-            f"{together[row, column]}, with one process it is {ids[row, column]}"
-        )
-    return None
 
 
 def audit_run(run: Path) -> tuple[str | None, str]:
