@@ -308,13 +308,16 @@ class Files:
         is final: then no repetition can help.
         """
         final += ("FAILED_PRECONDITION", "PERMISSION_DENIED", "UNAUTHENTICATED", "INVALID_ARGUMENT")
-        waiting, error = [], ""
+        waiting, error, attempts = [], "", self._attempts()
         for request in requests:
             if "://" in request.path:
                 waiting.append(request)
             else:
                 read_local(request)
-        for _ in self._attempts() if waiting else ():
+        while waiting:
+            if next(attempts, None) is None:
+                where = f"{waiting[0].path} at byte {waiting[0].start}"
+                raise OSError(f"{where}: failed {self.tries} times, at last {error}")
             deadline, flights = time.monotonic() + self.timeout_seconds, []
             for path, start, out in waiting:
                 store, key = self._store(path)
@@ -325,19 +328,14 @@ class Files:
                     result = flight.result(timeout=max(deadline - time.monotonic(), 0.001))
                     if result.state == "missing":
                         raise FileNotFoundError(f"{request.path}: no such file")
-                    value = np.frombuffer(result.value, np.uint8)
-                    request.out.reshape(-1).view(np.uint8)[:] = value
+                    # A memoryview takes no other number of bytes, where numpy might broadcast.
+                    request.out.reshape(-1).view(np.uint8).data[:] = result.value
                 except (ValueError, TimeoutError) as failure:
                     flight.cancel()
                     error = str(failure) or f"no answer in {self.timeout_seconds} s"
                     waiting.append(request)
                     if error.startswith(final):
                         raise OSError(f"{request.path} at byte {request.start}: {error}") from None
-            if not waiting:
-                return
-        if waiting:
-            path, start, _ = waiting[0]
-            raise OSError(f"{path} at byte {start}: failed {self.tries} times, at last {error}")
 
     def size(self, path: str) -> int:
         """Bytes of a file, -1 if there is none."""
@@ -470,10 +468,11 @@ def measure(files: Files, paths: Sequence[str], config: DataConfig) -> Int64[np.
         if names and not (config.skip_empty and error is ValueError):
             raise error(f"{len(names)} of {len(paths)} token files {what}: {', '.join(names[:5])}")
     width = np.dtype(config.dtype).itemsize
-    for i in np.flatnonzero(sizes % width).tolist():
+    torn = [f"{paths[i]}: {sizes[i]} bytes" for i in np.flatnonzero(sizes % width).tolist()]
+    if torn:
         raise ValueError(
-            f"{paths[i]}: {sizes[i]} bytes is not a multiple of {width} ({config.dtype}); "
-            "truncated download or wrong dtype?"
+            f"{', '.join(torn[:5])} is not a multiple of {width} ({config.dtype}), "
+            f"{len(torn)} of {len(paths)} files; truncated download or wrong dtype?"
         )
     return sizes
 
@@ -1067,7 +1066,7 @@ def audit_order(
             seen[flat] = True
             if fault := compare(steps, ids, whole):
                 return fault, ""
-    for step in sorted({1, per_epoch, *random.Random(0).choices(range(1, last), k=4)}):
+    for step in sorted({1, per_epoch, *random.Random(0).choices(range(1, last + 1), k=4)}):
         steps = np.arange(step + 1, step + 3)
         if fault := compare(steps, one.ids(steps, every), loaders(one.cursor(step))):
             return f"after resuming at step {step}: {fault}", ""
