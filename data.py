@@ -828,7 +828,8 @@ class Loader:
                     with atomic_path(path) as temporary:
                         shuffled(n, chunk, seed).astype("<u4", copy=False).tofile(temporary)
                 order = np.asarray(np.memmap(path, np.dtype("<u4"), "r"))
-            self.orders = {e: o for e, o in self.orders.items() if e == epoch - 1} | {epoch: order}
+            self.orders.pop(epoch - 2, None)
+            self.orders[epoch] = order
             return order
 
     def ids(
@@ -1016,10 +1017,12 @@ def audit(
         fault, proof = audit_run(run)
     else:
         dataset = known_dataset(config)
-        counts = process_counts(processes, batch)
+        counts, orders = process_counts(processes, batch), {}
 
         def make(process: int, n: int, resume: Cursor | None) -> Loader:
-            return Loader(dataset, dataset.config, batch, resume)
+            loader = Loader(dataset, dataset.config, batch, resume)
+            loader.orders = orders  # or the same 2.9 GB would be mapped dozens of times
+            return loader
 
         fault, proof = audit_order(make, counts, epochs)
     print(fault or proof)
