@@ -667,7 +667,7 @@ class Dataset:
         """File, first token and number of tokens of each piece of an instance."""
         length = self.config.sequence_length
         if self.packing is None:
-            file = int(np.searchsorted(self.firsts, instance, side="right")) - 1
+            file = int(self.firsts.searchsorted(instance, "right")) - 1
             return [(file, (instance - int(self.firsts[file])) * length, length)]
         firsts, *columns = self.packing
         here = slice(firsts[instance], firsts[instance + 1])
