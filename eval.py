@@ -1,7 +1,15 @@
 """Held-out loss, divergence, tasks, sampling, and the comparison of runs.
 
-Whatever scores text works on token ids, batches rows of similar length in a handful of compiled
-shapes, and runs on the mesh in force with the rows split over it. Training state is never touched.
+    python eval.py loss CKPT --data FILES       cross-entropy, perplexity, bits per byte
+    python eval.py kl A B --data FILES          how far B's next-token distribution is from A's
+    python eval.py ppl A B --data FILES         perplexities of every document under both
+    python eval.py tasks CKPT --tasks mmlu_stem_mc_5shot,arc_easy_rc_5shot,hellaswag_bpb
+    python eval.py sample CKPT --prompt TEXT
+    python eval.py compare RUN RUN --reference CURVE.csv --out report
+
+CKPT, A and B are runs, checkpoints at any step, or Hugging Face folders. What scores text works on
+token ids, batches rows of similar length in a handful of compiled shapes, and runs on the mesh in
+force with the rows split over it. Training state is never touched.
 
 Axis letters: as in olmo3.py (B rows, S query and T key positions, C loss chunk, L K H D V), and
 
