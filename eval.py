@@ -966,7 +966,10 @@ def read_run(folder: Path) -> Curves:
             steps = {k: v for k, v in steps.items() if k < row["step"]}
             evals = {k: v for k, v in evals.items() if k < row["step"]}
         elif "eval" in row:
+            only_label = len(row["eval"]) == 2 and "pooled" in row["eval"]
             for name, values in row["eval"].items():
+                if only_label and name != "pooled":
+                    continue  # says what pooled says
                 key = values.get("primary", "ce")
                 surface = name if "primary" in values else f"held-out loss, {name}"
                 value = (values[key], values.get(f"{key}_se", 0.0))
@@ -1045,7 +1048,7 @@ def judge(run: Curves, baseline: Curves) -> Iterator[tuple[str, str, str, str, s
         word, peak = verdict(deltas[-1], noise), int(np.argmax(np.abs(deltas)))
         behind = last < -floor and deltas[-1] - last > max(noise, floor)
         if surface == POOLED and behind:
-            word += "; DOES NOT FOLLOW the training loss: look for repeated or leaked data"
+            word += ": DOES NOT FOLLOW the training loss, look for repeated or leaked data"
         largest = f"{deltas[peak]:+.4f} at step {shared[peak]}"
         yield surface, f"{deltas[-1]:+.4f}", largest, f"{noise:.4f}", word
     known = [s for s in run.steps if "data_hash" in baseline.steps.get(s, {})]
@@ -1082,7 +1085,7 @@ def draw_run(axes: Sequence[Any], run: Curves, baseline: Curves, number: int) ->
     known = [s for s in steps if "data_hash" in baseline.steps.get(s, {})][thin]
     equal = [run.steps[s].get("data_hash") == baseline.steps[s]["data_hash"] for s in known]
     colors = ["#2a9d4a" if same else "#d1342f" for same in equal]
-    hashes.scatter(known, [number] * len(known), 30, colors, marker="|")
+    hashes.scatter(known, [number] * len(known), 30, colors, marker="|", rasterized=True)
 
 
 def draw(curves: Sequence[Curves], baseline: Curves) -> str:
@@ -1097,7 +1100,7 @@ def draw(curves: Sequence[Curves], baseline: Curves) -> str:
     titles += ("Learning rate", "Gradient norm")
     style: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False}
     style |= {"axes.grid": True, "grid.alpha": 0.25, "font.size": 9, "axes.titleweight": "bold"}
-    style["svg.hashsalt"] = "olmo3"
+    style |= {"svg.hashsalt": "olmo3", "svg.fonttype": "none"}
     with pyplot.rc_context(style):
         figure, axes = pyplot.subplots(3, 2, figsize=(11, 10), layout="constrained")
         for title, axis in zip(titles, axes.flat, strict=True):
@@ -1141,6 +1144,7 @@ def tables(curves: Sequence[Curves], baseline: Curves) -> Iterator[Table]:
         yield "Evaluations at common checkpoints", ("step", "surface", *names), rows
     settings = [run for run in curves if run.config]
     keys = dict.fromkeys(key for run in settings for key in run.config)
+    keys.pop("run_dir", None)
     rows = [(key, *(str(run.config.get(key, "")) for run in settings)) for key in keys]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     if rows:
@@ -1163,6 +1167,13 @@ th {{ border-bottom: 2px solid #888 }} svg {{ width: 100%; height: auto; margin-
 """
 
 
+METHOD = (
+    "Training loss: differences are means over a twentieth of the common steps, at least ten; the"
+    " noise floor is four standard errors of such a mean. Other surfaces: the last common step, and"
+    " two standard errors of the difference, as if the documents had been drawn anew for each."
+)
+
+
 def write_report(runs: Sequence[Curves], reference: Curves | None, out: Path) -> list[Table]:
     """Writes `out`.html, self-contained, and `out`.md with its picture `out`.svg."""
     baseline = reference or runs[0]
@@ -1170,13 +1181,13 @@ def write_report(runs: Sequence[Curves], reference: Curves | None, out: Path) ->
     others = ", ".join(run.name for run in curves if run is not baseline)
     title = f"{others} against {baseline.name}"
     picture, parts = draw(curves, baseline), list(tables(curves, baseline))
-    page, text = [], [f"# {title}\n"]
+    page, text = [f"<p>{METHOD}</p>"], [f"# {title}\n", f"{METHOD}\n"]
     for heading, header, rows in parts:
         cells = "".join(f"<th>{html.escape(x)}</th>" for x in header)
         page.append(f"<h2>{html.escape(heading)}</h2><table><tr>{cells}</tr>")
         for row in rows:
             last = row[-1]
-            kind = "good" if last == "agrees" else "bad" if header[-1] == "verdict" else ""
+            kind = "good" if last == "agrees" else "bad" if re.search("[A-Z]{4}", last) else ""
             cells = "".join(f"<td>{html.escape(x)}</td>" for x in row[:-1])
             page.append(f'<tr>{cells}<td class="{kind}">{html.escape(last)}</td></tr>')
         page.append("</table>")
@@ -1186,7 +1197,7 @@ def write_report(runs: Sequence[Curves], reference: Curves | None, out: Path) ->
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".svg").write_text(picture)
     out.with_suffix(".html").write_text(PAGE.format(title=html.escape(title), body="\n".join(page)))
-    text.insert(1, f"![curves]({out.with_suffix('.svg').name})\n")
+    text.insert(2, f"![curves]({out.with_suffix('.svg').name})\n")
     out.with_suffix(".md").write_text("\n".join(text))
     return parts
 
