@@ -18,21 +18,27 @@ justifies; transformers 5.24.0 modeling_olmo3.py agrees with it.
 import functools
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
-from jax.sharding import AxisType, Mesh, reshard
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
+from jax.sharding import AxisType, Mesh, get_abstract_mesh, reshard
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Float32, Int32, Key
 
 
 @dataclass(frozen=True)
 class YarnConfig:
-    """RoPE scaling of the long-context stage (YaRN, arXiv 2309.00071); full-attention layers only."""
+    """RoPE scaling of the long-context stage (YaRN, arXiv 2309.00071); full layers only."""
 
     factor: float = 8.0
     """How many times longer the context becomes."""
@@ -84,8 +90,12 @@ class ModelConfig:
     """What forward and backward run in; weights stay float32, norms, rotary, softmax and loss run
     in float32.
     """
-    remat: Literal["none", "full"] = "full"
-    """What the backward pass recomputes: nothing, or each group of layers from its input."""
+    attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"
+    """Implementation of attention; auto is splash on TPU, cudnn on GPU, xla elsewhere."""
+    remat: Literal["none", "light", "medium", "full"] = "full"
+    """What the backward pass recomputes, from nothing to each group of layers from its input; see
+    `saved_activations`.
+    """
     loss_chunk: int = 1024
     """Positions of each sequence whose logits exist at a time."""
 
@@ -152,18 +162,23 @@ def gather(w: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
 
 @jax.named_scope("norm")
 def rms_norm(
-    x: Float[Array, "*any"], gain: Float[Array, "*shape"], eps: float
+    x: Float[Array, "*any"],
+    gain: Float[Array, "*shape"],
+    eps: float,
+    axes: tuple[int, ...] = (-1,),
 ) -> Float[Array, "*any"]:
-    """Normalises the trailing axes that `gain` has; float32 inside, gain applied before the cast
-    back.
+    """Normalises over `axes`, those of `gain`; float32 inside, gain applied before the cast back.
 
     The gain is rounded to the compute dtype first, as the reference's mixed precision does (spec
     T10). Source: OLMo-core nn/layer_norm.py:210.
     """
-    axes = tuple(range(-gain.ndim, 0))
     h = x.astype(jnp.float32)
     h = h * jax.lax.rsqrt(jnp.mean(jnp.square(h), axis=axes, keepdims=True) + eps)
-    return (h * gain.astype(x.dtype).astype(jnp.float32)).astype(x.dtype)
+    gain = gain.astype(x.dtype).astype(jnp.float32)
+    gain = jnp.expand_dims(
+        gain, [i for i in range(-x.ndim, 0) if i not in axes and i + x.ndim not in axes]
+    )
+    return (h * gain).astype(x.dtype)
 
 
 def inverse_frequencies(config: ModelConfig, scaled: bool) -> Float32[np.ndarray, " half"]:
@@ -194,13 +209,36 @@ def rope_table(
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
+@jax.custom_vjp
 def rotate(
-    x: Float[Array, "B S N H"], table: tuple[Float32[Array, "S half"], Float32[Array, "S half"]]
-) -> Float[Array, "B S N H"]:
-    """Turns the pairs (i, i + H/2) in float32 and rounds back (OLMo-core nn/rope.py:470-578)."""
-    cos, sin = (t[:, None, :] for t in table)
-    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+    x: Float[Array, "B N S H"], table: tuple[Float32[Array, "S half"], Float32[Array, "S half"]]
+) -> Float[Array, "B N S H"]:
+    """Turns the pairs (i, i + H/2) in float32 and rounds back (OLMo-core nn/rope.py:470-578).
+
+    The partner of every number comes from a product with a signed permutation, which is exact and
+    which TPUs fuse with the rest; half vectors would each fill half a register. The gradient is the
+    inverse turn.
+    """
+    cos, sin = (jnp.concatenate([t, t], axis=-1) for t in table)
+    half = x.shape[-1] // 2
+    swap = np.zeros((2 * half, 2 * half), np.float32)
+    swap[np.arange(half) + half, np.arange(half)] = -1  # -x2 into the first half
+    swap[np.arange(half), np.arange(half) + half] = 1  # x1 into the second
+    partner = jnp.einsum("BNSH,HI->BNSI", x, jnp.asarray(swap, x.dtype), precision="highest")
+    return (x.astype(jnp.float32) * cos + partner.astype(jnp.float32) * sin).astype(x.dtype)
+
+
+def rotate_forward(x: Array, table: tuple) -> tuple[Array, tuple]:
+    """The turn, and what its gradient needs."""
+    return rotate(x, table), table
+
+
+def rotate_backward(table: tuple, ct: Array) -> tuple[Array, None]:
+    """The gradient's turn; positions are not trained."""
+    return rotate(ct, (table[0], -table[1])), None
+
+
+rotate.defvjp(rotate_forward, rotate_backward)
 
 
 def attention_mask(
@@ -212,6 +250,89 @@ def attention_mask(
     if segments is None:
         return mask[None]
     return mask[None] & (segments[:, :, None] == segments[:, None, :])
+
+
+def platform() -> str:
+    """Where the current mesh computes, even if its devices are absent: cpu, gpu or tpu."""
+    device = get_abstract_mesh().abstract_device
+    name = jax.default_backend() if device is None else device.platform
+    return "gpu" if name in ("cuda", "rocm") else name
+
+
+def attention_backend(config: ModelConfig, n_positions: int) -> str:
+    """What "auto" means here; rows that do not divide into splash's tiles of 128 go through XLA."""
+    if config.attention != "auto":
+        return config.attention
+    if platform() == "tpu" and n_positions % 128 == 0:
+        return "splash"
+    return "cudnn" if platform() == "gpu" and config.compute_dtype != "float32" else "xla"
+
+
+def splash(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    window: int | None,
+    segments: Int32[Array, "B S"] | None,
+) -> Float[Array, "B S N H"]:
+    """JAX's Pallas flash attention on one device's rows; `q` comes already scaled.
+
+    Tiles of 1024 x 1024, keys taken 512 at a time, schedule to the fewest bundles of the sizes that
+    benchmarks/splash.py tries on tpu7x and v5p: larger ones compute more of the mask's edge for
+    nothing, smaller ones start over more often. Off TPU the kernel is interpreted.
+    """
+    n_positions, n_heads = q.shape[1:3]
+    tile, inner = math.gcd(n_positions, 1024), math.gcd(n_positions, 512)
+    sizes = splash_attention_kernel.BlockSizes(
+        tile, tile, inner, tile, tile, inner, use_fused_bwd_kernel=True
+    )
+    shape = (n_positions, n_positions)
+    mask = splash_attention_mask.CausalMask(shape)
+    if window is not None and window < n_positions:
+        mask = splash_attention_mask.LocalMask(shape, (window - 1, 0), 0)
+    kernel = splash_attention_kernel.make_splash_mha(
+        splash_attention_mask.MultiHeadMask([mask] * n_heads),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
+        residual_checkpoint_name="heads",
+        interpret=platform() != "tpu",
+    )
+    ids = None if segments is None else splash_attention_kernel.SegmentIds(segments, segments)
+    q, k, v = (rearrange(x, "B S N H -> B N S H") for x in (q, k, v))
+    return rearrange(jax.vmap(kernel)(q, k, v, ids), "B N S H -> B S N H")
+
+
+def attention(
+    config: ModelConfig,
+    qkv: tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]],
+    window: int | None,
+    segments: Int32[Array, "B S"] | None,
+) -> Float[Array, "B S N H"]:
+    """Causal attention within `window` and `segments` by the platform's implementation.
+
+    Kernels see one device's rows. Splash does not scale, so for it `q` comes scaled.
+    """
+    q, k, v = qkv
+    backend = attention_backend(config, q.shape[1])
+    if backend == "xla":
+        y = attend(q, k, v, attention_mask(q.shape[1], window, segments))
+        return checkpoint_name(y, "heads")
+    if backend == "cudnn" and segments is not None:
+        raise ValueError("attention=cudnn takes no segments; pass --model.attention xla")
+
+    def local(q: Array, k: Array, v: Array, segments: Array | None) -> Array:
+        if backend == "splash":
+            return splash(q, k, v, window, segments)
+        reach = None if window is None else (window - 1, 0)
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, local_window_size=reach, implementation="cudnn"
+        )
+
+    rows = P(jax.typeof(q).sharding.spec[0])
+    with jax.named_scope("attention"):
+        y = jax.shard_map(local, in_specs=rows, out_specs=rows, check_vma=False)(q, k, v, segments)
+    return y if backend == "splash" else checkpoint_name(y, "heads")
 
 
 @jax.named_scope("attention")
@@ -259,19 +380,26 @@ class Attention(eqx.Module):
         self.k_norm = init_gain(k, h)
 
     def project(
-        self, x: Float[Array, "B S D"], table: tuple, eps: float
+        self, x: Float[Array, "B S D"], table: tuple, eps: float, q_scale: float = 1.0
     ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
-        """Queries, keys and values, ready to attend (OLMo-core nn/attention/__init__.py:549)."""
+        """Queries, keys and values, ready to attend (OLMo-core nn/attention/__init__.py:549).
+
+        `q_scale` multiplies the queries before they are rounded, for kernels that do not scale.
+        """
         q = jnp.einsum("BSD,DNH->BSNH", x, gather(self.w_q, x.dtype))
         k = jnp.einsum("BSD,DKH->BSKH", x, gather(self.w_k, x.dtype))
         v = jnp.einsum("BSD,DKH->BSKH", x, gather(self.w_v, x.dtype))
-        q = rms_norm(q, self.q_norm, eps)
-        k = rms_norm(k, self.k_norm, eps)
-        return rotate(q, table), rotate(k, table), v
+        q, k, v = (rearrange(y, "B S N H -> B N S H") for y in (q, k, v))
+        q, k, v = (checkpoint_name(y, name) for y, name in ((q, "q"), (k, "k"), (v, "v")))
+        q = rms_norm(q, self.q_norm, eps, (1, 3))
+        k = rms_norm(k, self.k_norm, eps, (1, 3))
+        q, k = rotate(q, tuple(t * q_scale for t in table)), rotate(k, table)
+        return tuple(rearrange(y, "B N S H -> B S N H") for y in (q, k, v))
 
     def output(self, y: Float[Array, "B S N H"]) -> Float[Array, "B S D"]:
         """Mixes the heads back into the residual width."""
-        return jnp.einsum("BSNH,DNH->BSD", y, gather(self.w_o, y.dtype))
+        y = jnp.einsum("BSNH,DNH->BSD", y, gather(self.w_o, y.dtype))
+        return checkpoint_name(y, "attn")
 
 
 class FeedForward(eqx.Module):
@@ -291,11 +419,13 @@ class FeedForward(eqx.Module):
         self.w_down = init_matrix(k_down, config.init_std, config.d_model, config.d_ff)
 
     @jax.named_scope("ffn")
-    def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    def __call__(self, x: Float[Array, "B S D"], place: int = 0) -> Float[Array, "B S D"]:
         gate = jnp.einsum("BSD,DF->BSF", x, gather(self.w_gate, x.dtype))
         up = jnp.einsum("BSD,DF->BSF", x, gather(self.w_up, x.dtype))
+        gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, f"up{place}")
         hidden = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
-        return jnp.einsum("BSF,DF->BSD", hidden.astype(x.dtype), gather(self.w_down, x.dtype))
+        y = jnp.einsum("BSF,DF->BSD", hidden.astype(x.dtype), gather(self.w_down, x.dtype))
+        return checkpoint_name(y, "ffn")
 
 
 class Block(eqx.Module):
@@ -321,9 +451,11 @@ class Block(eqx.Module):
         """The residual after attention, from what the heads read."""
         return x + rms_norm(self.attn.output(y), self.attn_norm, eps)
 
-    def add_ffn(self, x: Float[Array, "B S D"], eps: float) -> Float[Array, "B S D"]:
-        """The residual after the feed-forward layer."""
-        return x + rms_norm(self.ffn(x), self.ffn_norm, eps)
+    def add_ffn(
+        self, x: Float[Array, "B S D"], eps: float, place: int = 0
+    ) -> Float[Array, "B S D"]:
+        """The residual after the feed-forward layer; `place` in the pattern names activations."""
+        return x + rms_norm(self.ffn(x, place), self.ffn_norm, eps)
 
 
 class Olmo3(eqx.Module):
@@ -362,6 +494,22 @@ class Olmo3(eqx.Module):
         return forward(self, tokens, segments)[0]
 
 
+def saved_activations(config: ModelConfig) -> tuple[str, ...]:
+    """Names of what the `remat` policy keeps for the backward pass; the rest is recomputed.
+
+    "light" keeps every result of a matmul or kernel, so that only element-wise work is repeated.
+    "medium" gives back an eighth of that memory for 4 % more matmul work: the values, and one of
+    the feed-forward products of the last layer of each group.
+    """
+    ups = tuple(f"up{i}" for i in range(len(config.windows)))
+    return {
+        "none": (),
+        "light": ("q", "k", "v", "heads", "attn", "gate", *ups, "ffn"),
+        "medium": ("q", "k", "heads", "attn", "gate", *ups[:-1], "ffn"),
+        "full": (),
+    }[config.remat]
+
+
 @jax.named_scope("embed")
 def embed_tokens(model: Olmo3, tokens: Int32[Array, "B S"]) -> Float[Array, "B S D"]:
     """Rows of the embedding, one per token, split over the mesh like the tokens."""
@@ -384,28 +532,31 @@ def forward(
     config, n_positions = model.config, tokens.shape[1]
     positions = jnp.arange(n_positions)
     tables = {scaled: rope_table(config, positions, scaled) for scaled in (False, True)}
-    masks = {w: attention_mask(n_positions, w, segments) for w in config.windows}
+    q_scale = config.d_head**-0.5 if attention_backend(config, n_positions) == "splash" else 1.0
 
     def group(
         x: Float[Array, "B S D"], blocks: tuple[Block, ...]
     ) -> tuple[Float[Array, "B S D"], tuple[Float[Array, "B S D"], ...] | None]:
         states = []
-        for block, window in zip(blocks, config.windows, strict=True):
-            q, k, v = block.attn.project(x, tables[window is None], config.norm_eps)
-            x = block.add_attention(x, attend(q, k, v, masks[window]), config.norm_eps)
-            x = block.add_ffn(x, config.norm_eps)
+        x = with_layout_constraint(x, Layout((0, 1, 2)))
+        for i, (block, window) in enumerate(zip(blocks, config.windows, strict=True)):
+            qkv = block.attn.project(x, tables[window is None], config.norm_eps, q_scale)
+            y = attention(config, qkv, window, segments)
+            x = block.add_attention(x, y, config.norm_eps)
+            x = block.add_ffn(x, config.norm_eps, i)
             states.append(x)
         return x, tuple(states) if keep_states else None
 
-    if config.remat == "full":
-        group = jax.checkpoint(group)
+    if config.remat != "none":
+        policy = jax.checkpoint_policies.save_only_these_names(*saved_activations(config))
+        group = jax.checkpoint(group, policy=policy, prevent_cse=False)
     x, states = jax.lax.scan(group, embed_tokens(model, tokens), model.blocks)
     return rms_norm(x, model.norm, config.norm_eps), states
 
 
 @jax.named_scope("unembed")
 def logits(model: Olmo3, hidden: Float[Array, "B S D"]) -> Float32[Array, "B S V"]:
-    """Scores of the next token, rounded to the compute dtype as the reference does, then float32."""
+    """Scores of the next token: rounded to the compute dtype as in the reference, then float32."""
     head = gather(model.unembed, hidden.dtype)
     return jnp.einsum("BSD,VD->BSV", hidden, head).astype(jnp.float32)
 
@@ -451,6 +602,120 @@ def token_losses(
     return ce, z
 
 
+def vocabulary_gradients(
+    head: Float[Array, "V D"],
+    hidden: Float[Array, "n C D"],
+    targets: Int32[Array, "n C"],
+    z_weight: float,
+) -> tuple[Float32[Array, "2"], Float32[Array, "V D"], Float[Array, "n C D"]]:
+    """Sums of cross-entropy and squared log-normaliser, and the gradients of ce + z_weight * z.
+
+    Works through n chunks of C positions. The loss is linear in what it hands back, so both
+    gradients come out of the forward pass: three products with the vocabulary instead of the four
+    of recomputation, and no logits are kept. The head's gradient is summed in float32.
+    """
+
+    def step(carry: tuple, xs: tuple) -> tuple[tuple, Array]:
+        sums, d_head = carry
+        x, target = xs
+        # Rounded to the compute dtype as the reference's matmul does, then float32 (spec T10).
+        scores = jnp.einsum("CD,VD->CV", x, head)
+        normaliser = jax.nn.logsumexp(scores.astype(jnp.float32), axis=-1)
+        is_target = target >= 0
+        chosen = jnp.maximum(target, 0)[:, None]
+        target_score = jnp.take_along_axis(scores, chosen, axis=-1)[:, 0].astype(jnp.float32)
+        ce = jnp.where(is_target, normaliser - target_score, 0.0)
+        z = jnp.where(is_target, jnp.square(normaliser), 0.0)
+        scale = jnp.where(is_target, 1.0 + 2.0 * z_weight * normaliser, 0.0)
+        p = jnp.exp(scores.astype(jnp.float32) - normaliser[:, None]) * scale[:, None]
+        hit = jnp.arange(head.shape[0])[None, :] == jnp.where(is_target, target, -1)[:, None]
+        d_scores = (p - hit.astype(jnp.float32)).astype(head.dtype)
+        d_x = jnp.einsum("CV,VD->CD", d_scores, head)
+        d_head += jnp.einsum("CV,CD->VD", d_scores, x, preferred_element_type=jnp.float32)
+        return (sums + jnp.stack([jnp.sum(ce), jnp.sum(z)]), d_head), d_x
+
+    zeros = jnp.zeros(2, jnp.float32), jnp.zeros(head.shape, jnp.float32)
+    (sums, d_head), d_hidden = jax.lax.scan(step, zeros, (hidden, targets))
+    return sums, d_head, d_hidden
+
+
+def fused_loss(
+    unembed: Float32[Array, "V D"],
+    hidden: Float[Array, "B S D"],
+    targets: Int32[Array, "B S"],
+    z_weight: float,
+    chunk: int,
+) -> tuple[Float32[Array, "2"], tuple]:
+    """Sums over all targets, and the gradients; each device works on its own rows.
+
+    The head is gathered once, in the compute dtype, and its gradient is reduced once, in float32.
+    """
+    rows = jax.typeof(hidden).sharding.spec[0]
+    axes = (rows,) if isinstance(rows, str) else rows or ()
+
+    def local(unembed: Array, hidden: Array, targets: Array) -> tuple:
+        head = jax.lax.all_gather(unembed.astype(hidden.dtype), "fsdp", tiled=True)
+        size = min(chunk, hidden.shape[1]) * hidden.shape[0]
+        flat = rearrange(hidden, "B S D -> (B S) D"), targets.reshape(-1)
+        padding = -flat[1].size % size
+        x = jnp.pad(flat[0], ((0, padding), (0, 0))).reshape(-1, size, hidden.shape[-1])
+        y = jnp.pad(flat[1], (0, padding), constant_values=-1).reshape(-1, size)
+        sums, d_head, d_hidden = vocabulary_gradients(head, x, y, z_weight)
+        d_hidden = d_hidden.reshape(-1, hidden.shape[-1])[: flat[1].size].reshape(hidden.shape)
+        if "fsdp" in axes:
+            d_head = jax.lax.psum_scatter(d_head, "fsdp", tiled=True)
+        others = tuple(a for a in axes if a != "fsdp")
+        if others:
+            d_head = jax.lax.psum(d_head, others)
+        return jax.lax.psum(sums, axes), d_head, d_hidden
+
+    sums, d_head, d_hidden = jax.shard_map(
+        local,
+        in_specs=(P("fsdp"), P(rows), P(rows)),
+        out_specs=(P(), P("fsdp"), P(rows)),
+        check_vma=False,
+    )(unembed, hidden, targets)
+    return sums, (d_head, d_hidden)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def loss_of_head(
+    unembed: Float32[Array, "V D"],
+    hidden: Float[Array, "B S D"],
+    targets: Int32[Array, "B S"],
+    z_weight: float,
+    chunk: int,
+) -> tuple[Float32[Array, ""], Float32[Array, "2"]]:
+    """ce + z_weight * z, which is differentiated, and (ce, z), which are not."""
+    sums, _ = fused_loss(unembed, hidden, targets, z_weight, chunk)
+    return sums[0] + z_weight * sums[1], sums
+
+
+def loss_of_head_forward(*args: Any) -> tuple[tuple, tuple]:  # noqa: ANN401
+    """The loss, and its gradients already."""
+    sums, gradients = fused_loss(*args)
+    return (sums[0] + args[3] * sums[1], sums), gradients
+
+
+def loss_of_head_backward(z_weight: float, chunk: int, gradients: tuple, ct: tuple) -> tuple:
+    """Scales the gradients by the cotangent of the loss, which is 1 in training."""
+    del z_weight, chunk
+    d_head, d_hidden = gradients
+    return ct[0] * d_head, (ct[0] * d_hidden.astype(jnp.float32)).astype(d_hidden.dtype), None
+
+
+loss_of_head.defvjp(loss_of_head_forward, loss_of_head_backward)
+
+
+@jax.named_scope("loss")
+def summed_loss(
+    model: Olmo3, hidden: Float[Array, "B S D"], targets: Int32[Array, "B S"], z_weight: float
+) -> tuple[Float32[Array, ""], tuple[Float32[Array, ""], Float32[Array, ""]]]:
+    """ce + z_weight * z summed over targets, for training, with the two sums beside it."""
+    loss, sums = loss_of_head(model.unembed, hidden, targets, z_weight, model.config.loss_chunk)
+    return loss, (sums[0], sums[1])
+
+
 def n_parameters(config: ModelConfig) -> int:
     """All trained numbers (spec 1.4's "total params")."""
     d, n, k, h = config.d_model, config.n_heads, config.n_kv_heads, config.d_head
@@ -459,7 +724,7 @@ def n_parameters(config: ModelConfig) -> int:
 
 
 def n_non_embedding_parameters(config: ModelConfig) -> int:
-    """All but the input embedding; the head counts, as in OLMo-core (nn/transformer/config.py:509)."""
+    """All but the input embedding; the head counts (OLMo-core nn/transformer/config.py:509)."""
     return n_parameters(config) - config.vocab_size * config.d_model
 
 
