@@ -19,12 +19,16 @@ import difflib
 import functools
 import json
 import math
+import os
+import socket
+import socketserver
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TextIO
+from typing import Any, Literal, NamedTuple, TextIO, cast
 
 import equinox as eqx
 import jax
@@ -107,6 +111,28 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class MachineConfig:
+    """Where the step runs and what is written about it; none of it changes a number."""
+
+    aot: str = ""
+    """Compiles the step for this absent TPU topology, such as tpu7x:4x4x4, and reports."""
+    hlo: Path | None = None
+    """Where --aot writes the compiled program."""
+    xla_flags: str = ""
+    """libtpu flags behind those of LIBTPU_FLAGS, which they override."""
+    coordinator: str = ""
+    """host:port of process 0; empty asks TPU pod, GKE or Slurm, or runs alone."""
+    n_processes: int = 1
+    """Processes that share the mesh, with --coordinator."""
+    process_id: int = 0
+    """Which of them this is."""
+    process_timeout: float = 600.0
+    """Seconds after which a process that is missing, or steps behind, ends all of them."""
+    profile: int = 0
+    """Steps to trace for xprof, from the third step on."""
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One training run."""
 
@@ -141,10 +167,14 @@ class RunConfig:
     """Checkpoints at multiples of this are kept for good."""
     resume: Literal["auto", "none"] = "auto"
     """Go on from the newest checkpoint in run_dir, or start anew in an unused run_dir."""
+    allow_data_change: bool = False
+    """Goes on from a checkpoint with other data, seed or batch size; the order then differs."""
     init: Path | None = None
     """Checkpoint whose weights, and Adam moments if it has them, the run starts from."""
     max_nonfinite_steps: int = 5
     """So many steps in a row without a finite loss and gradient end the run."""
+    machine: tyro.conf.OmitArgPrefixes[MachineConfig] = MachineConfig()
+    """Topology, processes, profile."""
     sample_tokens: int = 0
     """Tokens to print from the trained model at the end; byte vocabularies only."""
 
@@ -305,6 +335,8 @@ PRESETS: dict[str, tuple[str, RunConfig]] = {
     ),
 }
 
+LIBTPU_FLAGS: dict[str, tuple[str, ...]] = {}
+
 PEAK_FLOPS = {  # dense bfloat16 per JAX device, from the vendors' data sheets
     "TPU v4": 275e12,
     "TPU v5": 459e12,
@@ -378,26 +410,26 @@ def skip_steps(
     (spec T13).
     """
 
-    def init(params: optax.Params) -> SkipStepState:
+    def init(params: Any) -> SkipStepState:  # noqa: ANN401 - any tree of arrays
         zeros = jnp.zeros(window, jnp.float32, out_sharding=P(None))
         zero = jnp.zeros((), jnp.int32, out_sharding=P())
         return SkipStepState(inner.init(params), zeros, zeros, zero, zero)
 
     def update(
-        grads: optax.Updates,
+        updates: Any,  # noqa: ANN401 - any tree of arrays
         state: SkipStepState,
-        params: optax.Params | None = None,
+        params: Any = None,  # noqa: ANN401
         *,
         loss: Float32[Array, ""],
         grad_norm: Float32[Array, ""],
-        **extra: Any,  # noqa: ANN401 - optax's own signature
-    ) -> tuple[optax.Updates, SkipStepState]:
+        **extra: Any,  # noqa: ANN401 - what the guarded optimizer needs
+    ) -> tuple[Any, SkipStepState]:
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         spike = is_spike(state.losses, state.n_seen, loss, sigmas)
         spike |= is_spike(state.grad_norms, state.n_seen, grad_norm, sigmas)
         take = finite & ~spike
         with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an int32 power
-            updates, new_inner = inner.update(grads, state.inner, params, **extra)
+            updates, new_inner = inner.update(updates, state.inner, params, **extra)
         updates = jax.tree.map(lambda u: jnp.where(take, u, jnp.zeros_like(u)), updates)
         new_inner = jax.tree.map(lambda n, o: jnp.where(take, n, o), new_inner, state.inner)
         slot = state.n_seen % window
@@ -407,23 +439,25 @@ def skip_steps(
         n_seen = state.n_seen + finite.astype(jnp.int32)
         return updates, SkipStepState(new_inner, losses, norms, n_seen, n_nonfinite)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    # optax's protocol knows neither named extras nor the state's own type.
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def scale_by_lr() -> optax.GradientTransformationExtraArgs:
     """Multiplies by minus the `lr` given to `update`, which the host computes in float64."""
 
     def update(
-        updates: optax.Updates,
+        updates: Any,  # noqa: ANN401 - any tree of arrays
         state: optax.EmptyState,
-        params: optax.Params | None = None,
+        params: Any = None,  # noqa: ANN401
         *,
         lr: Float32[Array, ""],
-        **_: Any,  # noqa: ANN401 - optax's own signature
-    ) -> tuple[optax.Updates, optax.EmptyState]:
+        **_: Any,  # noqa: ANN401 - extras of other transformations
+    ) -> tuple[Any, optax.EmptyState]:
         return jax.tree.map(lambda u: -lr.astype(u.dtype) * u, updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    init = optax.identity().init
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def decay_mask(model: olmo3.Olmo3) -> olmo3.Olmo3:
@@ -452,7 +486,7 @@ class TrainState(eqx.Module):
 def start_state(config: RunConfig, model: olmo3.Olmo3) -> TrainState:
     """The state before the first update of a run that starts from these weights."""
     model = jax.tree.map(lambda x: x.astype(config.optim.state_dtype), model)
-    optimizer = make_optimizer(config.optim).init(model)
+    optimizer: Any = make_optimizer(config.optim).init(cast(Any, model))
     count = jnp.full((), config.optim.initial_count, jnp.int32, out_sharding=P())
     optimizer = optimizer._replace(inner=optax.tree.set(optimizer.inner, count=count))
     for leaf in jax.tree.leaves((model, optimizer)):
@@ -477,9 +511,9 @@ def loss_sums(
     model: olmo3.Olmo3, batch: data.DeviceBatch, z_weight: float
 ) -> tuple[Float32[Array, ""], Sums]:
     """Loss of one micro-batch [B, S], summed over its targets."""
-    ce, z = olmo3.token_losses(model, model(batch.tokens, batch.segments), batch.targets)
-    sums = Sums(jnp.sum(ce), jnp.sum(z))
-    return sums.ce + z_weight * sums.z, sums
+    hidden = model(batch.tokens, batch.segments)
+    loss, sums = olmo3.summed_loss(model, hidden, batch.targets, z_weight)
+    return loss, Sums(*sums)
 
 
 def batch_gradients(
@@ -526,10 +560,12 @@ def train_step(
         grads = jax.tree.map(lambda g: g * clip.astype(g.dtype), grads)
         # A batch without a single target teaches nothing and must not enter the spike window.
         guarded_loss = jnp.where(n_targets > 0, ce, jnp.nan)
-        updates, optimizer = make_optimizer(optim).update(
+        optimizer: Any
+        update = cast(Any, make_optimizer(optim).update)
+        updates, optimizer = update(
             grads, state.optimizer, state.model, loss=guarded_loss, grad_norm=grad_norm, lr=lr
         )
-        model = optax.apply_updates(state.model, updates)
+        model = optax.apply_updates(cast(Any, state.model), updates)
     count, previous = (optax.tree.get(o.inner, "count") for o in (optimizer, state.optimizer))
     metrics = {
         "loss": ce + z_loss,
@@ -540,7 +576,7 @@ def train_step(
         "n_nonfinite": optimizer.n_nonfinite,
         "data_hash": data.instance_hash(batch.instances),
     }
-    return TrainState(model, optimizer, state.step + 1), metrics
+    return TrainState(cast(olmo3.Olmo3, model), optimizer, state.step + 1), metrics
 
 
 def micro_batches(config: RunConfig, n_devices: int) -> int:
@@ -550,17 +586,17 @@ def micro_batches(config: RunConfig, n_devices: int) -> int:
     if config.batch_instances % n_devices:
         fit = max(n for n in range(1, n_devices) if config.batch_instances % n == 0)
         raise ValueError(
-            f"batch_instances={config.batch_instances} does not divide over {n_devices} devices; use"
-            f" a multiple of {n_devices}, or --max-devices {fit}"
+            f"batch_instances={config.batch_instances} does not divide over {n_devices} devices;"
+            f" use a multiple of {n_devices}, or --max-devices {fit}"
         )
     per_device = config.batch_instances // n_devices
     most = min(per_device, config.sequences_per_device)
     return per_device // max(n for n in range(1, most + 1) if per_device % n == 0)
 
 
-def train_mesh(config: RunConfig) -> Mesh:
+def train_mesh(config: RunConfig, devices: list | None = None) -> Mesh:
     """The mesh of a run; raises ValueError where the model or batch does not divide over it."""
-    devices = jax.devices()[: config.max_devices]
+    devices = (jax.devices() if devices is None else devices)[: config.max_devices]
     if len(devices) % config.replicas:
         raise ValueError(
             f"replicas={config.replicas} does not divide {len(devices)} devices; use a divisor"
@@ -577,7 +613,7 @@ def train_mesh(config: RunConfig) -> Mesh:
 
 
 def on_mesh(tree: Any, mesh: Mesh) -> Any:  # noqa: ANN401 - any tree of shapes
-    """Shapes with their shardings tied to a real mesh; orbax and the compiler refuse abstract ones."""
+    """Shapes with their shardings tied to a real mesh; orbax refuses abstract ones."""
 
     def pin(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, x.sharding.spec))
@@ -588,9 +624,170 @@ def on_mesh(tree: Any, mesh: Mesh) -> Any:  # noqa: ANN401 - any tree of shapes
 def abstract_state(config: RunConfig, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the state, without its memory."""
     with jax.set_mesh(mesh):
-        return on_mesh(
-            jax.eval_shape(functools.partial(init_state, config), jax.random.key(0)), mesh
+        return on_mesh(jax.eval_shape(lambda: init_state(config, jax.random.key(0))), mesh)
+
+
+def set_libtpu_flags(machine: MachineConfig) -> None:
+    """Puts the generation's flags and the user's behind those in LIBTPU_INIT_ARGS; the last wins.
+
+    Must run before JAX touches a device. The generation is the topology's to compile for, or what
+    the TPU host says it is.
+    """
+    kind = machine.aot or os.environ.get("TPU_ACCELERATOR_TYPE", "")
+    flags = LIBTPU_FLAGS.get(kind.partition(":")[0].partition("-")[0], ())
+    words = [os.environ.get("LIBTPU_INIT_ARGS", ""), *flags, machine.xla_flags]
+    if any(words[1:]):
+        os.environ["LIBTPU_INIT_ARGS"] = " ".join(filter(None, words))
+        print(f"libtpu flags: {' '.join(filter(None, words[1:]))}", file=sys.stderr)
+
+
+class Watch:
+    """Ends every process with a message that names the culprit when one is missing or stuck.
+
+    JAX's own heartbeat only sees processes that die, and aborts without a name. Here each process
+    tells process 0 once a second which step it has started; in synchronous training all of them
+    wait for the slowest, so the one with the smallest step is the one that hangs. Process 0 listens
+    on the port behind the coordinator's.
+    """
+
+    DONE = 2**62
+
+    def __init__(self, machine: MachineConfig):
+        self.machine, self.step, self.begun = machine, 0, time.monotonic()
+        self.seen: dict[int, tuple[int, float]] = {}  # process -> its step, and since when
+        host, _, port = machine.coordinator.rpartition(":")
+        self.address = (host, int(port) + 1)
+        if machine.process_id == 0:
+            watch = self
+
+            class Handler(socketserver.StreamRequestHandler):
+                def handle(self) -> None:
+                    for line in self.rfile:
+                        verdict = watch.judge(*(int(word) for word in line.split()))
+                        self.wfile.write(f"{verdict}\n".encode())
+
+            server = socketserver.ThreadingTCPServer(("", self.address[1]), Handler)
+            server.daemon_threads = True
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        self.thread = threading.Thread(target=self.tell, daemon=True)
+        self.thread.start()
+
+    def judge(self, process: int, step: int) -> str:
+        """Notes where a process is; returns what is wrong with any of them, or nothing."""
+        now, limit, n = time.monotonic(), self.machine.process_timeout, self.machine.n_processes
+        if self.seen.get(process, (-1,))[0] != step:
+            self.seen[process] = (step, now)
+        missing = [i for i in range(n) if i not in self.seen]
+        if missing:
+            late = now - self.begun > limit
+            return f"process {missing} of {n} did not start in {limit:g} s" if late else ""
+        slowest, fastest = min(self.seen.values())[0], max(self.seen.values())[0]
+        stuck = [i for i, (s, since) in self.seen.items() if s == slowest and now - since > limit]
+        if slowest < fastest and stuck:
+            return f"process {stuck} of {n} did not get past step {slowest} in {limit:g} s"
+        return ""
+
+    def tell(self) -> None:
+        """Reports once a second until the end, and ends the process when told so."""
+        try:
+            verdict = self.converse()
+        except OSError as error:
+            verdict = f"process 0 is gone ({error})"
+        if verdict:
+            print(f"error: {verdict}; see --process-timeout", file=sys.stderr, flush=True)
+            os._exit(1)  # the main thread may hang in a collective that never ends
+
+    def converse(self) -> str:
+        """Talks to process 0; returns what it finds wrong."""
+        with self.connect() as connection, connection.makefile("rw") as stream:
+            while True:
+                step = self.step
+                stream.write(f"{self.machine.process_id} {step}\n")
+                stream.flush()
+                answer = stream.readline()
+                if not answer and step != self.DONE:
+                    raise OSError("connection closed")
+                if answer.strip() or step == self.DONE:
+                    return answer.strip()
+                time.sleep(min(1.0, self.machine.process_timeout / 10))
+
+    def connect(self) -> socket.socket:
+        """Reaches process 0, which may start later than this one."""
+        while True:
+            try:
+                return socket.create_connection(self.address, self.machine.process_timeout)
+            except OSError:
+                if time.monotonic() - self.begun > self.machine.process_timeout:
+                    raise
+                time.sleep(0.2)
+
+    def close(self) -> None:
+        """Says that this process is done; process 0 stays until all are."""
+        self.step = self.DONE
+        self.thread.join()
+        while self.machine.process_id == 0 and min(self.seen.values())[0] < self.DONE:
+            time.sleep(0.1)
+
+
+def join_processes(machine: MachineConfig) -> Watch | None:
+    """Makes this process part of a larger job where there is one; must run before JAX looks for
+    devices.
+
+    With --coordinator by hand; on TPU pods, GKE and Slurm JAX finds the others itself.
+    """
+    if machine.coordinator:
+        watch = Watch(machine)
+        jax.distributed.initialize(
+            machine.coordinator,
+            machine.n_processes,
+            machine.process_id,
+            initialization_timeout=int(machine.process_timeout) + 60,  # Watch speaks first
         )
+        return watch
+    hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")
+    sizes = [os.environ.get(k, "1") for k in ("MEGASCALE_NUM_SLICES", "SLURM_NTASKS")]
+    if not machine.aot and (len(hosts) > 1 or any(int(n) > 1 for n in sizes)):
+        jax.distributed.initialize(initialization_timeout=int(machine.process_timeout))
+    return None
+
+
+def abstract_batch(config: RunConfig, mesh: Mesh) -> data.DeviceBatch:
+    """Shapes, dtypes and shardings of a global batch."""
+    accumulation = micro_batches(config, mesh.size)
+    rows = (accumulation, config.batch_instances // accumulation)
+    sharding = NamedSharding(mesh, P(None, ("data", "fsdp")))
+
+    def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:  # noqa: ANN401
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    tokens = array((*rows, config.data.sequence_length), jnp.int32)
+    segments = tokens if config.data.packed else None
+    return data.DeviceBatch(tokens, tokens, segments, array(rows, jnp.uint32))
+
+
+def compile_ahead(config: RunConfig) -> int:
+    """Compiles the step for a TPU topology that is not here and reports; 1 if it does not fit.
+
+    Needs the `tpu` extra, which brings the compiler.
+    """
+    from benchmarks import hlo
+
+    devices = hlo.absent_devices(config.machine.aot, config.replicas)
+    mesh = train_mesh(config, devices)
+    lr = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
+    with jax.set_mesh(mesh):
+        step = jax.jit(functools.partial(train_step, config), donate_argnums=0)
+        lowered = step.lower(abstract_state(config, mesh), abstract_batch(config, mesh), lr)
+    length, rows = config.data.sequence_length, config.batch_instances // mesh.size
+    facts = hlo.Step(
+        mesh=mesh,
+        rows=rows,
+        micro_batches=micro_batches(config, mesh.size),
+        length=length,
+        model=config.model,
+        flops=rows * length * olmo3.flops_per_token(config.model, length),
+    )
+    return hlo.compile_and_report(lowered, facts, config.machine.hlo)
 
 
 def config_json(config: RunConfig) -> dict:
@@ -618,12 +815,12 @@ def open_checkpoints(folder: Path, config: RunConfig | None = None) -> ocp.Check
     return ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handlers)
 
 
-def save(manager: ocp.CheckpointManager, config: RunConfig, state: TrainState, step: int) -> None:
-    """Starts an asynchronous save of the whole state."""
+def save(manager: ocp.CheckpointManager, state: TrainState, step: int, about: dict) -> None:
+    """Starts an asynchronous save of the whole state and of the JSON `about` it."""
     items = ocp.args.Composite(
         model=ocp.args.StandardSave(state.model),
         optimizer=ocp.args.StandardSave((state.optimizer, state.step)),
-        config=ocp.args.JsonSave(config_json(config)),
+        config=ocp.args.JsonSave(about),
     )
     manager.save(step, args=items)
 
@@ -663,7 +860,7 @@ def saved_config(folder: Path, step: int) -> dict:
 
 def model_config(saved: dict) -> olmo3.ModelConfig:
     """The model's configuration out of a saved one."""
-    fields = dict(saved["model"], windows=tuple(saved["model"]["windows"]))
+    fields: dict[str, Any] = dict(saved["model"], windows=tuple(saved["model"]["windows"]))
     if fields["yarn"] is not None:
         fields["yarn"] = olmo3.YarnConfig(**fields["yarn"])
     return olmo3.ModelConfig(**fields)
@@ -688,10 +885,10 @@ def restore_model(path: Path, mesh: Mesh | None = None, **overrides: Any) -> olm
 def check_same_run(saved: dict, now: dict) -> list[str]:
     """Changes from a saved configuration that a resumed run may make, as "field: old -> new".
 
-    Raises ValueError naming every field whose change would make it another model or another data
-    order.
+    Raises ValueError naming every field whose change would make it another model. What changes the
+    order of the data is refused by `data.resumed`.
     """
-    free = {"model.remat", "model.loss_chunk", "model.compute_dtype", "data.base", "data.cache"}
+    free = {"model.remat", "model.loss_chunk", "model.compute_dtype"}
 
     def flat(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
         for key, value in tree.items():
@@ -703,9 +900,7 @@ def check_same_run(saved: dict, now: dict) -> list[str]:
     old, new = dict(flat(saved)), dict(flat(now))
     changes = {k: f"{k}: {old[k]} -> {v}" for k, v in new.items() if k in old and old[k] != v}
     refused = [
-        text
-        for key, text in changes.items()
-        if key.startswith(("model.", "data.", "fingerprint")) and key not in free
+        text for key, text in changes.items() if key.startswith("model.") and key not in free
     ]
     if refused:
         raise ValueError(
@@ -750,19 +945,29 @@ class Log:
     """metrics.jsonl, appended and flushed row by row, and one line of progress on the terminal."""
 
     def __init__(self, folder: Path):
-        self.file: TextIO = (folder / "metrics.jsonl").open("a")
+        self.first = jax.process_index() == 0  # the others compute the same and write nothing
+        self.file: TextIO = (folder / "metrics.jsonl" if self.first else Path(os.devnull)).open("a")
         self.live = sys.stderr.isatty()
         self.last_shown = 0.0
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
 
     def write(self, row: dict[str, Any]) -> None:
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
 
     def say(self, text: str) -> None:
-        print(f"\r\x1b[K{text}" if self.live else text, file=sys.stderr, flush=True)
+        if self.first:
+            print(f"\r\x1b[K{text}" if self.live else text, file=sys.stderr, flush=True)
 
     def progress(self, text: str, force: bool) -> None:
         """Shows the newest line: rewritten in place on a terminal, every ten seconds elsewhere."""
+        if not self.first:
+            return
         if self.live:
             print(f"\r\x1b[K{text}", end="\n" if force else "", file=sys.stderr, flush=True)
         elif force or time.monotonic() - self.last_shown > 10:
@@ -778,17 +983,16 @@ def show(x: float | str, spec: str) -> str:
 class Run:
     """A prepared run: everything the user could have got wrong has been checked."""
 
-    def __init__(self, config: RunConfig):
-        self.config = config
+    def __init__(self, config: RunConfig, watch: Watch | None = None):
+        self.config, self.watch, self.tracing = config, watch, False
         self.mesh = train_mesh(config)
         self.accumulation = micro_batches(config, self.mesh.size)
         self.dataset = data.open_dataset(config.data)
-        self.loader = data.Loader(self.dataset, config.data, config.batch_instances)
         self.heldout = self.prepare_heldout()
-        self.saved = config_json(config) | {"fingerprint": self.dataset.fingerprint}
         config.run_dir.mkdir(parents=True, exist_ok=True)
         self.manager = open_checkpoints(config.run_dir / "checkpoints", config)
         self.first_step = (self.manager.latest_step() or 0) + 1
+        self.changes, cursor, self.tokens_before = [], None, 0
         if self.first_step > 1:
             if config.resume == "none":
                 raise ValueError(
@@ -796,11 +1000,13 @@ class Run:
                     f" {self.first_step - 1}; use a new --run-dir or remove the old one"
                 )
             old = saved_config(config.run_dir / "checkpoints", self.first_step - 1)
-            self.changes = check_same_run(old, self.saved)
-        else:
-            self.changes = []
+            self.changes = check_same_run(old, config_json(config))
+            cursor, self.tokens_before = data.Cursor(**old["cursor"]), old["tokens_seen"]
+        self.loader = data.Loader(
+            self.dataset, config.data, config.batch_instances, cursor, config.allow_data_change
+        )
         if config.init is not None:
-            check_same_weights(saved_config(*find_checkpoint(config.init)), self.saved)
+            check_same_weights(saved_config(*find_checkpoint(config.init)), config_json(config))
         kind = self.mesh.devices.flat[0].device_kind
         self.peak_flops = PEAK_FLOPS.get(kind)
         tokens = config.batch_instances * config.data.sequence_length
@@ -822,6 +1028,15 @@ class Run:
         n_bytes = None if rows.n_bytes is None else rows.n_bytes[:n]
         return evaluation.HeldOut(rows.labels[:n], rows.documents[:n], n_bytes)
 
+    def tokens_seen(self, step: int) -> int:
+        """Tokens of all batches up to a step, also where the batch size changed on the way."""
+        return self.tokens_before + (step - self.first_step + 1) * self.batch_tokens
+
+    def about(self, step: int) -> dict:
+        """What a checkpoint says of itself: configuration and place in the data."""
+        cursor = dataclasses.asdict(self.loader.cursor(step))
+        return config_json(self.config) | {"cursor": cursor, "tokens_seen": self.tokens_seen(step)}
+
     def report(
         self, log: Log, step: int, lr: float, metrics: dict[str, Array], times: dict
     ) -> None:
@@ -836,7 +1051,7 @@ class Run:
             **{k: value[k] for k in ("loss", "ce", "z_loss", "grad_norm")},
             "lr": lr,
             "step_skipped": value["step_skipped"],
-            "tokens_seen": step * self.batch_tokens,
+            "tokens_seen": self.tokens_seen(step),
             "tokens_per_second": speed,
             "mfu": flops / self.peak_flops if self.peak_flops else "n/a",
             "data_hash": data_hash,
@@ -888,7 +1103,10 @@ class Run:
         pending, clock = None, time.perf_counter()
         for step in range(first, config.steps + 1):
             lr = learning_rate(config.optim, step)
+            self.trace(step - first)
             state, metrics = step_function(state, stream.get(step), jnp.float32(lr))
+            if self.watch is not None:
+                self.watch.step = step
             # The row of the step before is written while this one runs.
             last = step == config.steps
             due = [
@@ -904,33 +1122,44 @@ class Run:
                     self.report(log, *done, times)
             pending = None if any(due) or step == first else (step, lr, metrics)
             if due[0]:
-                save(self.manager, config, state, step)
+                save(self.manager, state, step, self.about(step))
             if due[1]:
                 self.evaluate(log, step, state)
             if any(due):
                 clock = time.perf_counter()
         self.manager.wait_until_finished()
         stream.close()
+        self.trace(-1)
         return state
+
+    def trace(self, done: int) -> None:
+        """Starts the profile behind the second step of this process and stops it in time."""
+        first, last = 2, 2 + self.config.machine.profile
+        if first < last and done == first:
+            jax.profiler.start_trace(self.config.run_dir / "profile")
+            self.tracing = True
+        elif self.tracing and (done == last or done < 0):
+            jax.profiler.stop_trace()
+            self.tracing = False
 
     def train(self) -> None:
         """Runs to the end; a second call has nothing to do and says so."""
         config = self.config
-        log = Log(config.run_dir)
-        if self.first_step > config.steps:
-            n = self.first_step - 1
-            log.say(f"already at step {n} of {config.steps}, nothing to do")
-            return
-        (config.run_dir / "config.json").write_text(json.dumps(self.saved, indent=1) + "\n")
-        log.write({"event": "start", "step": self.first_step, "changes": self.changes})
-        for line in self.describe():
-            log.say(line)
-        with jax.set_mesh(self.mesh):
+        with Log(config.run_dir) as log, self.manager, jax.set_mesh(self.mesh):
+            if self.first_step > config.steps:
+                n = self.first_step - 1
+                log.say(f"already at step {n} of {config.steps}, nothing to do")
+                return
+            text = json.dumps(self.about(self.first_step - 1), indent=1)
+            if log.first:
+                (config.run_dir / "config.json").write_text(text + "\n")
+            log.write({"event": "start", "step": self.first_step, "changes": self.changes})
+            for line in self.describe():
+                log.say(line)
             state = self.loop(log)
             if config.sample_tokens:
-                log.say(
-                    "sample: " + evaluation.sample_bytes(state.model, "def ", config.sample_tokens)
-                )
+                text = evaluation.sample_bytes(state.model, "def ", config.sample_tokens)
+                log.say(f"sample of the trained model:\n{text}")
 
     def describe(self) -> Iterator[str]:
         """What is about to run, and what differs from the run it continues."""
@@ -978,11 +1207,18 @@ def parse(arguments: list[str]) -> RunConfig:
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0, or 2 where the user's values or files are at fault."""
     try:
-        run = Run(parse(arguments))
+        config = parse(arguments)
+        set_libtpu_flags(config.machine)
+        if config.machine.aot:
+            return compile_ahead(config)
+        watch = join_processes(config.machine)
+        run = Run(config, watch)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     run.train()
+    if watch is not None:
+        watch.close()
     return 0
 
 

@@ -1,6 +1,7 @@
 """Eight fake CPU devices, strict dtype promotion, one explicit mesh, and where the goldens are."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import jax
@@ -9,6 +10,10 @@ from jax.sharding import AxisType
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Many tests compile the same small step; within one session it is compiled once.
+compilations = tempfile.TemporaryDirectory(prefix="olmo3-compilations-")
+jax.config.update("jax_compilation_cache_dir", compilations.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 GOLDENS = Path(os.environ.get("OLMO3_GOLDENS", Path(__file__).parent / "goldens"))
 

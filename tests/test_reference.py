@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -127,6 +128,7 @@ def packed_loader(path, cache):
         cache=str(cache),
     )
     dataset = data.open_dataset(config)
+    assert dataset.packing is not None
     groups = dataset.packing.files // config.pack_group
     lengths = list(zip(groups.tolist(), dataset.packing.lengths.tolist(), strict=True))
     loader = data.Loader(dataset, config, facts["loader"]["instances_per_batch"])
@@ -275,7 +277,7 @@ def model_from_hf_names(config, named):
 
 def read_tensors(path):
     with safe_open(path, "flax") as file:
-        return {name: np.asarray(file.get_tensor(name), np.float32) for name in file.keys()}
+        return {name: np.asarray(file.get_tensor(name), np.float32) for name in file.keys()}  # noqa: SIM118
 
 
 def case_mesh(n_rows):
@@ -398,7 +400,7 @@ def train_case(case, **model_overrides):
 
 
 def run_recorded(config, tensors, batches, watch=()):
-    """Trains on the given [steps, B, S] tokens; returns a table of metrics and the watched states."""
+    """Trains on [steps, B, S] tokens; returns a table of metrics and the watched states."""
     mesh = case_mesh(batches.shape[1] // 2)  # two micro-batches, as the recorded runs had
     table, kept = {}, {}
     with jax.set_mesh(mesh):
@@ -450,7 +452,7 @@ def test_float32_run_follows_olmo_core_at_every_step(case):
     golden = np.load(case / "per_step.npz")
     n = trusted_steps(case, config.steps)
     loader = data.Loader(data.open_dataset(config.data), config.data, config.batch_instances)
-    batches = [loader.read(step, 0, config.batch_instances) for step in range(1, n + 1)]
+    batches = [loader.read(step, np.arange(config.batch_instances)) for step in range(1, n + 1)]
     ids = np.stack([b.instances for b in batches])
     tokens = np.stack([b.tokens for b in batches])
     assert ids.tolist() == golden["instance_index"][:n].tolist()
@@ -609,7 +611,7 @@ def test_bfloat16_state_does_the_damage_the_reference_shows(path):
     got, states = run_recorded(
         dataclasses.replace(config, optim=optim), tensors, recorded["input_ids"][:n], {n}
     )
-    floats = [x for x in jax.tree.leaves((states[n].model, adam(states[n])))]
+    floats = jax.tree.leaves((states[n].model, adam(states[n])))
     assert {str(x.dtype) for x in floats} == {"bfloat16"}
     float32 = recorded["ce_loss"][n - 50 : n]
     damage, wanted = (ce[-50:].mean() - float32.mean() for ce in (got["ce"], golden["ce_loss"]))
@@ -622,7 +624,7 @@ def test_bfloat16_state_does_the_damage_the_reference_shows(path):
 
 @pytest.mark.parametrize("path", golden_cases("**/schedules.json"), ids=lambda p: p.parent.name)
 def test_learning_rates_equal_olmo_core_to_two_units_in_the_last_place(path):
-    shapes = {"Cos": "cosine", "HalfCos": "half_cosine", "Linear": "linear"}
+    shapes: dict[str, Any] = {"Cos": "cosine", "HalfCos": "half_cosine", "Linear": "linear"}
     for name, facts in json.loads(path.read_text()).items():
         shape = shapes[facts["cls"].removesuffix("WithWarmup")]
         phase = train.Phase(1, shape, facts["warmup_steps"], facts["t_max"], facts["alpha_f"])
