@@ -640,7 +640,7 @@ def vocabulary_gradients(
 
 
 def fused_loss(
-    unembed: Float32[Array, "V D"],
+    unembed: Float[Array, "V D"],
     hidden: Float[Array, "B S D"],
     targets: Int32[Array, "B S"],
     z_weight: float,
@@ -680,7 +680,7 @@ def fused_loss(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def loss_of_head(
-    unembed: Float32[Array, "V D"],
+    unembed: Float[Array, "V D"],
     hidden: Float[Array, "B S D"],
     targets: Int32[Array, "B S"],
     z_weight: float,
