@@ -1,6 +1,7 @@
 """Published OLMo 3 checkpoints to ours and back: streamed, checked, averaged, described.
 
     python convert.py from-hf SRC OUT      Hugging Face folder or hub id -> our checkpoint
+    python convert.py from-core SRC OUT    OLMo-core's own checkpoint, Adam state included -> ours
     python convert.py to-hf CKPT OUT       our checkpoint -> a folder that transformers loads
     python convert.py check A B            two models of either format, block by block, on real text
     python convert.py average A B --out D  the mean of several, as the 32B recipe takes it
@@ -22,11 +23,15 @@ configuration_olmo3.py, modeling_rope_utils.py; safetensors README; Orbax 0.12 (
 import contextlib
 import dataclasses
 import functools
+import io
+import itertools
 import json
 import math
+import pickle
 import re
 import shutil
 import sys
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -47,24 +52,24 @@ from jaxtyping import Array, Float, Float32, Float64, Int32, Shaped
 import olmo3
 import train
 
-# Our name -> (theirs, their layout -> ours); linear layers are stored (out, in) there.
+# Our name -> Hugging Face's, OLMo-core's, their layout -> ours; linear layers are (out, in) there.
 LAYER_TENSORS = {
-    "attn.w_q": ("self_attn.q_proj", "(N H) D -> D N H"),
-    "attn.w_k": ("self_attn.k_proj", "(K H) D -> D K H"),
-    "attn.w_v": ("self_attn.v_proj", "(K H) D -> D K H"),
-    "attn.w_o": ("self_attn.o_proj", "D (N H) -> D N H"),
-    "attn.q_norm": ("self_attn.q_norm", "(N H) -> N H"),
-    "attn.k_norm": ("self_attn.k_norm", "(K H) -> K H"),
-    "ffn.w_gate": ("mlp.gate_proj", "F D -> D F"),
-    "ffn.w_up": ("mlp.up_proj", "F D -> D F"),
-    "ffn.w_down": ("mlp.down_proj", "D F -> D F"),
-    "attn_norm": ("post_attention_layernorm", "D -> D"),
-    "ffn_norm": ("post_feedforward_layernorm", "D -> D"),
+    "attn.w_q": ("self_attn.q_proj", "attention.w_q", "(N H) D -> D N H"),
+    "attn.w_k": ("self_attn.k_proj", "attention.w_k", "(K H) D -> D K H"),
+    "attn.w_v": ("self_attn.v_proj", "attention.w_v", "(K H) D -> D K H"),
+    "attn.w_o": ("self_attn.o_proj", "attention.w_out", "D (N H) -> D N H"),
+    "attn.q_norm": ("self_attn.q_norm", "attention.q_norm", "(N H) -> N H"),
+    "attn.k_norm": ("self_attn.k_norm", "attention.k_norm", "(K H) -> K H"),
+    "ffn.w_gate": ("mlp.gate_proj", "feed_forward.w1", "F D -> D F"),
+    "ffn.w_up": ("mlp.up_proj", "feed_forward.w3", "F D -> D F"),
+    "ffn.w_down": ("mlp.down_proj", "feed_forward.w2", "D F -> D F"),
+    "attn_norm": ("post_attention_layernorm", "attention_norm", "D -> D"),
+    "ffn_norm": ("post_feedforward_layernorm", "feed_forward_norm", "D -> D"),
 }
 OUTER_TENSORS = {
-    "embed": ("model.embed_tokens", "V D -> V D"),
-    "norm": ("model.norm", "D -> D"),
-    "unembed": ("lm_head", "V D -> V D"),
+    "embed": ("model.embed_tokens", "embeddings", "V D -> V D"),
+    "norm": ("model.norm", "lm_head.norm", "D -> D"),
+    "unembed": ("lm_head", "lm_head.w_out", "V D -> V D"),
 }
 # Their config.json -> ours, where only the name differs; and their rope_scaling -> YarnConfig.
 SIZES = {
@@ -116,6 +121,14 @@ def refuse(problems: list[str]) -> None:
     """Raises ValueError with a problem per line, if there is one."""
     if problems:
         raise ValueError("\n".join(problems))
+
+
+def read_json(file: Path) -> dict:
+    """A JSON file; what is none is an error that names it."""
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: not JSON ({error}); fetch it again") from error
 
 
 def read_yarn(rope: dict) -> olmo3.YarnConfig | None:
@@ -286,9 +299,15 @@ def split_name(name: str) -> tuple[int, str]:
 def in_hf(name: str) -> tuple[str, str]:
     """A tensor's Hugging Face name, and its layout there -> ours."""
     layer, below = split_name(name)
-    if layer < 0:
-        return f"{OUTER_TENSORS[below][0]}.weight", OUTER_TENSORS[below][1]
-    return f"model.layers.{layer}.{LAYER_TENSORS[below][0]}.weight", LAYER_TENSORS[below][1]
+    theirs, _, layout = (LAYER_TENSORS | OUTER_TENSORS)[below]
+    return f"model.layers.{layer}.{theirs}.weight" if layer >= 0 else f"{theirs}.weight", layout
+
+
+def in_core(name: str) -> str:
+    """A tensor's OLMo-core name."""
+    layer, below = split_name(name)
+    theirs = (LAYER_TENSORS | OUTER_TENSORS)[below][1]
+    return f"blocks.{layer}.{theirs}.weight" if layer >= 0 else f"{theirs}.weight"
 
 
 def in_checkpoint(config: olmo3.ModelConfig, name: str) -> tuple[str, tuple[int, ...]]:
@@ -392,7 +411,7 @@ def list_tensors(folder: Path) -> dict[str, Slot]:
     """All tensors of a folder; raises with every fault of its files and of its index."""
     files = {f.name: f for f in sorted(folder.glob("*.safetensors"))}
     index = folder / "model.safetensors.index.json"
-    wanted = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    wanted = read_json(index).get("weight_map", {}) if index.is_file() else {}
     if not files:
         raise FileNotFoundError(f"{folder}: no *.safetensors in it; other formats are not read")
     if len(files) > 1 and not wanted:
@@ -438,7 +457,7 @@ def open_hf(folder: Path) -> Source:
         raise FileNotFoundError(
             f"{folder}: no config.json; give a Hugging Face folder or a checkpoint"
         )
-    hf = json.loads((folder / "config.json").read_text())
+    hf = read_json(folder / "config.json")
     config = config_from_hf(hf)
     slots, names = list_tensors(folder), {in_hf(n)[0]: n for n in tensor_names(config)}
     problems = [f"{n}: missing from {folder}" for n in sorted(names.keys() - slots)]
@@ -476,6 +495,110 @@ def open_hf(folder: Path) -> Source:
 
     dtype = coarsest(DTYPES[s.dtype] for s in slots.values())
     return Source(config, dtype, read, {k: hf[k] for k in KEPT if k in hf}, folder)
+
+
+class Stub:
+    """Stands for any class or function of a pickle and keeps what it was given; runs nothing."""
+
+    def __init__(self, *arguments: Any):  # noqa: ANN401
+        self.arguments = arguments
+
+    def __setstate__(self, state: dict | tuple) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+
+class TorchPickle(pickle.Unpickler):
+    """Reads torch's pickles without torch, and safely: whatever they name becomes a Stub."""
+
+    def find_class(self, module: str, name: str) -> type:
+        return tuple if (module, name) == ("torch", "Size") else type(name, (Stub,), {})
+
+    def persistent_load(self, pid: tuple) -> tuple:
+        return pid
+
+
+class Chunk(NamedTuple):
+    """One process's part of a tensor in a torch.distributed checkpoint."""
+
+    file: Path
+    offset: int
+    length: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def read(self) -> Float32[np.ndarray, "..."]:
+        """Reads the part, a torch.save archive in the middle of the file."""
+        with self.file.open("rb") as f:
+            f.seek(self.offset)
+            archive = zipfile.ZipFile(io.BytesIO(f.read(self.length)))
+        pickled = next(n for n in archive.namelist() if n.endswith("data.pkl"))
+        tensor: Any = TorchPickle(archive.open(pickled)).load()
+        (_, storage, key, *_), offset, shape, stride = tensor.arguments[:4]  # _rebuild_tensor_v2
+        if storage.__name__ != "FloatStorage":
+            raise ValueError(f"{self.file}: holds {storage.__name__}; only float32 is read")
+        raw = archive.read(pickled.replace("data.pkl", f"data/{key}"))
+        strides = [4 * step for step in stride]
+        return np.lib.stride_tricks.as_strided(np.frombuffer(raw, "<f4")[offset:], shape, strides)
+
+
+def list_chunks(folder: Path) -> dict[str, list[Chunk]]:
+    """The parts of every tensor of a torch.distributed checkpoint (spec 8.1), by its keys."""
+    with (folder / ".metadata").open("rb") as f:
+        about: Any = TorchPickle(f).load()
+    shapes = {
+        (key, tuple(chunk.offsets)): tuple(chunk.sizes)
+        for key, tensor in about.state_dict_metadata.items()
+        for chunk in getattr(tensor, "chunks", ())  # what is not a tensor has none
+    }
+    chunks: dict[str, list[Chunk]] = {}
+    for index, at in about.storage_data.items():
+        start = tuple(getattr(index, "offset", None) or ())
+        file = folder / at.relative_path
+        if (index.fqn, start) not in shapes:
+            continue
+        if not file.is_file() or file.stat().st_size < at.offset + at.length:
+            raise ValueError(f"{file}: {index.fqn} needs {at.offset + at.length} bytes of it")
+        chunk = Chunk(file, at.offset, at.length, start, shapes[index.fqn, start])
+        chunks.setdefault(index.fqn, []).append(chunk)
+    return chunks
+
+
+def open_core(
+    folder: Path, chunks: dict[str, list[Chunk]], hf: dict, kind: str = "model.{}"
+) -> Source:
+    """Opens the weights of OLMo-core's own checkpoint, or an Adam moment of them by its key's form.
+
+    The configuration is that of a Hugging Face export; the tables here have their padding.
+    """
+    config, problems = config_from_hf(hf), []
+    padded = dataclasses.replace(config, tokenizer_size=config.vocab_size)
+    for name in tensor_names(config):
+        key, shape = kind.format(in_core(name)), hf_shape(padded, name)
+        parts = chunks.get(key, [])
+        ends = zip(*(np.add(p.start, p.shape).tolist() for p in parts), strict=True)
+        end = tuple(map(max, ends))
+        if end != shape or sum(math.prod(p.shape) for p in parts) != math.prod(shape):
+            problems.append(f"{key}: {len(parts)} parts up to {end} in {folder}, not {shape}")
+    refuse(problems)
+
+    def read(name: str, rows: slice = slice(None)) -> Float32[np.ndarray, "..."]:
+        shape, layout = hf_shape(padded, name), in_hf(name)[1]
+        wanted = rows if "V" in layout else slice(None)
+        low, high, _ = wanted.indices(shape[0])
+        out = np.empty((high - low, *shape[1:]), np.float32)
+        for part in chunks[kind.format(in_core(name))]:
+            first, last = part.start[0], part.start[0] + part.shape[0]
+            a, b = max(first, low), min(last, high)
+            if a < b:
+                rest = (
+                    slice(o, o + n) for o, n in zip(part.start[1:], part.shape[1:], strict=True)
+                )
+                out[(slice(a - low, b - low), *rest)] = part.read()[a - first : b - first]
+        if "V" in layout:
+            return out
+        return contiguous(rearrange(out, layout, **axis_sizes(config, layout, 0)))[rows]
+
+    return Source(config, "float32", read, {k: hf[k] for k in KEPT if k in hf}, folder)
 
 
 def open_array(folder: Path, leaf: str, **create: Any) -> ts.TensorStore:  # noqa: ANN401
@@ -537,11 +660,17 @@ def new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_item(folder: Path, tree: Any, numbers: Iterable[tuple] | None = None) -> None:  # noqa: ANN401
+def write_item(
+    folder: Path,
+    tree: Any,  # noqa: ANN401
+    numbers: Iterable[tuple] | None = None,
+    values: dict[str, int] | None = None,
+) -> None:
     """Writes a pytree of shapes in the files that Orbax's StandardSave makes, a piece at a time.
 
-    `numbers` are (leaf, index of a layer in it, first row, values); without them all is zero. The
-    next piece is read while one is written.
+    `numbers` are (leaf, index of a layer in it, first row, values), `values` those of scalars.
+    Vectors and scalars that get none are zero; without `numbers` all is. The next piece is read
+    while one is written.
     """
     is_empty = lambda x: isinstance(x, tuple) and not x  # noqa: E731 - such as optax.EmptyState
     arrays, metadata = {}, {}
@@ -568,8 +697,8 @@ def write_item(folder: Path, tree: Any, numbers: Iterable[tuple] | None = None) 
             }
             name, options = ".".join(keys), {"store_data_equal_to_fill_value": True}
             arrays[name] = open_array(folder, name, create=True, metadata=layout, **options)
-            if numbers is None:
-                arrays[name].write(np.zeros((), leaf.dtype)).result()
+            if numbers is None or len(leaf.shape) < 2:
+                arrays[name].write(np.asarray((values or {}).get(name, 0), leaf.dtype)).result()
         pairs = [{"key": k, "key_type": t} for k, t in zip(keys, types, strict=True)]
         metadata[str(tuple(keys))] = {"key_metadata": pairs, "value_metadata": value}
     writing = []
@@ -586,17 +715,36 @@ def write_item(folder: Path, tree: Any, numbers: Iterable[tuple] | None = None) 
     (folder / "_METADATA").write_text(text)
 
 
-def write_checkpoint(out: Path, source: Source, optimizer: bool, origin: dict) -> None:
-    """Writes a folder of checkpoints with one of step 0 in it, as train.py does."""
-    config, folder = source.config, out / "0"
+class Adam(NamedTuple):
+    """The optimizer's state to write beside a model."""
+
+    updates: int = 0
+    moments: tuple[Source, Source] | None = None  # first and second; None are zero
+
+
+def write_checkpoint(
+    out: Path, source: Source, origin: dict, step: int = 0, adam: Adam | None = None
+) -> None:
+    """Writes a folder of checkpoints with one in it, as train.py does."""
+    config, folder = source.config, out / str(step)
     with jax.set_mesh(olmo3.make_mesh(devices=jax.devices()[:1])):
         model = jax.eval_shape(lambda: olmo3.Olmo3(config, jax.random.key(0)))
-        adam = jax.eval_shape(train.make_optimizer(train.OptimConfig()).init, model)
-    numbers = ((*in_checkpoint(config, name), i, x) for name, i, x in pieces(source))
-    write_item(folder / "model", model, numbers)
+        state = jax.eval_shape(train.make_optimizer(train.OptimConfig()).init, model)
+
+    def numbers(source: Source, prefix: str = "") -> Iterator[tuple]:
+        for name, start, x in pieces(source):
+            leaf, index = in_checkpoint(config, name)
+            yield prefix + leaf, index, start, x
+
+    write_item(folder / "model", model, numbers(source))
     handlers = {"model": "standard_checkpoint_handler.StandardCheckpointHandler"}
-    if optimizer:
-        write_item(folder / "optimizer", (adam, jax.ShapeDtypeStruct((), np.int32)))
+    if adam is not None:
+        values, moments = {"1": step, "0.inner.0.count": adam.updates}, None
+        if adam.moments is not None:
+            mu, nu = adam.moments
+            moments = itertools.chain(numbers(mu, "0.inner.0.mu."), numbers(nu, "0.inner.0.nu."))
+        tree = (state, jax.ShapeDtypeStruct((), np.int32))
+        write_item(folder / "optimizer", tree, moments, values)
         handlers["optimizer"] = handlers["model"]
     handlers["config"] = "json_checkpoint_handler.JsonCheckpointHandler"
     saved = {"model": dataclasses.asdict(config), "huggingface": source.kept, "converted": origin}
@@ -766,6 +914,15 @@ def relative(a: Float[np.ndarray, "..."], b: Float[np.ndarray, "..."]) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(a))
 
 
+# Limits on an update, mean KL, top-1, perplexity - 1. Float32 must be the same numbers. Rounding
+# all weights to bfloat16 moves an update by a few per cent, a swapped tensor by half of it or more.
+LIMITS = {
+    "float32": (1e-4, 1e-9, 1.0, 1e-6),
+    "float16": (2e-2, 1e-4, 0.99, 5e-3),
+    "bfloat16": (2e-1, 5e-3, 0.97, 2e-2),
+}
+
+
 class Report(NamedTuple):
     """How far model B is from model A."""
 
@@ -813,21 +970,12 @@ class Report(NamedTuple):
         return bad
 
 
-# Limits on an update, mean KL, top-1, perplexity - 1. Float32 must be the same numbers. Rounding
-# all weights to bfloat16 moves an update by a few per cent, a swapped tensor by half of it or more.
-LIMITS = {
-    "float32": (1e-4, 1e-9, 1.0, 1e-6),
-    "float16": (2e-2, 1e-4, 0.99, 5e-3),
-    "bfloat16": (2e-1, 5e-3, 0.97, 2e-2),
-}
-
-
-def config_differences(a: olmo3.ModelConfig, b: olmo3.ModelConfig) -> list[str]:
+def config_differences(a: olmo3.ModelConfig, b: olmo3.ModelConfig, *more: str) -> list[str]:
     """Fields that make two models different functions; raises if they cannot run side by side."""
     layers = [tuple(c.windows) * (c.n_layers // len(c.windows)) for c in (a, b)]
     found = [] if layers[0] == layers[1] else [f"windows={a.windows} in A, {b.windows} in B"]
     names = ("n_heads", "n_kv_heads", "d_head", "d_ff", "rope_theta", "yarn", "norm_eps")
-    for name in ("d_model", "n_layers", *names):
+    for name in ("d_model", "n_layers", *names, *more):
         if getattr(a, name) != getattr(b, name):
             found.append(f"{name}={getattr(a, name)} in A, {getattr(b, name)} in B")
     if a.d_model != b.d_model or a.n_layers != b.n_layers:
@@ -953,10 +1101,47 @@ def from_hf(
         "padding": "mean of the others",
     }
     with new_folder(out) as partial:
-        write_checkpoint(partial, model, with_optimizer, origin)
+        write_checkpoint(partial, model, origin, adam=Adam() if with_optimizer else None)
         if check:
             verify_written(model, partial, "float32")
     print(f"{out}: {olmo3.n_parameters(config):,} parameters in float32, from {model.dtype}")
+
+
+def from_core(
+    source: tyro.conf.Positional[Path],
+    out: tyro.conf.Positional[Path],
+    config: Path,
+    check: bool = True,
+) -> None:
+    """Converts OLMo-core's own (torch.distributed) checkpoint, Adam state included, without torch.
+
+    Args:
+        source: The folder stepN, or the one in it with `.metadata`.
+        out: New folder; as RUN/checkpoints it continues that run at its step.
+        config: config.json of a Hugging Face export of the same model.
+        check: Compares what was written with what was read.
+    """
+    folder = source if (source / ".metadata").is_file() else source / "model_and_optim"
+    if not (folder / ".metadata").is_file() or not config.is_file():
+        raise FileNotFoundError(f"{source}: no .metadata in it, or no file config={config}")
+    hf = read_json(config)
+    chunks, adam = list_chunks(folder), None
+    model = open_core(folder, chunks, hf)
+    steps = [key for key in chunks if re.fullmatch(r"optim\.state\..*\.step", key)]
+    counts = {float(chunks[key][0].read()) for key in steps}
+    if len(counts) > 1:
+        raise ValueError(f"{folder}: Adam's counters differ between parameters: {sorted(counts)}")
+    if counts:
+        kinds = ("optim.state.{}.exp_avg", "optim.state.{}.exp_avg_sq")
+        mu, nu = (open_core(folder, chunks, hf, kind) for kind in kinds)
+        adam = Adam(int(counts.pop()), (mu, nu))
+    step = int((re.findall(r"step(\d+)", str(folder.absolute())) or [0])[-1])
+    with new_folder(out) as partial:
+        write_checkpoint(partial, model, {"from": str(source)}, step, adam)
+        if check:
+            verify_written(model, partial, "float32")
+    what = "no optimizer state" if adam is None else f"Adam after {adam.updates} updates"
+    print(f"{out}: {olmo3.n_parameters(model.config):,} parameters of step {step}, {what}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1036,7 +1221,8 @@ def average(models: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
         raise ValueError(f"average: {len(models)} model(s); name at least two")
     sources = [open_model(m) for m in models]
     for model, other in zip(models[1:], sources[1:], strict=True):
-        refuse([f"{model}: {d}" for d in config_differences(sources[0].config, other.config)])
+        differences = config_differences(sources[0].config, other.config, "tokenizer_size")
+        refuse([f"{model}: {d}" for d in differences])
 
     def read(name: str, rows: slice = slice(None)) -> Float32[np.ndarray, "..."]:
         total = sources[0].read(name, rows).astype(np.float64)
@@ -1046,7 +1232,7 @@ def average(models: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
 
     with new_folder(out) as partial:
         mean = sources[0]._replace(read=read)
-        write_checkpoint(partial, mean, False, {"mean of": [str(m) for m in models]})
+        write_checkpoint(partial, mean, {"mean of": [str(m) for m in models]})
     print(f"{out}: the mean of {len(models)} models")
 
 
@@ -1074,13 +1260,8 @@ def info(model: tyro.conf.Positional[Path]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    commands = {
-        "from-hf": from_hf,
-        "to-hf": to_hf,
-        "check": check,
-        "average": average,
-        "info": info,
-    }
+    commands = {"from-hf": from_hf, "from-core": from_core, "to-hf": to_hf}
+    commands |= {"check": check, "average": average, "info": info}
     about = (__doc__ or "").split("\n\nA model")[0]
     try:
         tyro.extras.subcommand_cli_from_dict(commands, args=arguments, description=about)

@@ -223,8 +223,12 @@ def test_checkpoint_of_a_run_exports_with_its_token_ids(tmp_path, mesh):
     state = jax.jit(lambda key: train.init_state(config, key))(jax.random.key(1))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(json.dumps(train.config_json(config)))
+    items = ocp.args.Composite(
+        model=ocp.args.StandardSave(state.model),
+        config=ocp.args.JsonSave(train.config_json(config)),
+    )
     with train.open_checkpoints(tmp_path / "run" / "checkpoints", config) as manager:
-        train.save(manager, config, state, 7)
+        manager.save(7, args=items)
     assert run("to-hf", tmp_path / "run", tmp_path / "hf", "--dtype", "fp32") == 0
     hf = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (hf["eos_token_id"], hf["pad_token_id"], hf["vocab_size"]) == (256, 257, 258)
@@ -524,6 +528,13 @@ def test_damaged_safetensors_are_refused_before_reading(source, tmp_path, capsys
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_json_that_is_none_is_named(source, tmp_path, capsys, name):
+    (source[0] / name).write_text("{")
+    assert run("from-hf", source[0], tmp_path / "out") == 2
+    assert f"{name}: not JSON" in capsys.readouterr().err
+
+
 def test_index_must_name_the_files_that_are_there(source, tmp_path, capsys):
     folder = write_folder(tmp_path / "sharded", HF, source[1], shards=3)
     (folder / "model-00002-of-00003.safetensors").rename(folder / "stray.safetensors")
@@ -696,6 +707,13 @@ def test_average_is_the_mean_of_the_weights(tmp_path, mesh):
     assert (np.asarray(model.blocks[3].ffn.w_down[0]) == mean).all()
 
 
+def test_average_of_different_vocabularies_is_refused(source, tmp_path, capsys):
+    hf = HF | {"vocab_size": 300}
+    other = write_folder(tmp_path / "other", hf, random_tensors(hf))
+    assert run("average", source[0], other, "--out", tmp_path / "mean") == 2
+    assert "tokenizer_size=250 in A, 300 in B" in capsys.readouterr().err
+
+
 def test_average_of_one_or_of_different_models_is_refused(source, tmp_path, capsys):
     other = write_folder(tmp_path / "other", HF | {"rope_theta": 10000.0}, source[1])
     assert run("average", source[0], "--out", tmp_path / "mean") == 2
@@ -735,3 +753,95 @@ def test_transformers_loads_the_export_and_gives_its_logits(case, theta, tmp_pat
         theirs = model(torch.tensor(ids)).logits.numpy()
     ours = convert.load_hf(tmp_path, compute_dtype="float32", remat="none")
     np.testing.assert_allclose(final_logits(ours, ids), theirs, atol=1e-5, rtol=0)
+
+
+# OLMo-core's own checkpoints: tests/goldens/distcp/make.py had torch write one, in two processes.
+
+CORE_NAMES = {  # spec 8.2
+    "attention.w_q": "self_attn.q_proj",
+    "attention.w_k": "self_attn.k_proj",
+    "attention.w_v": "self_attn.v_proj",
+    "attention.w_out": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "attention_norm": "post_attention_layernorm",
+    "feed_forward_norm": "post_feedforward_layernorm",
+}
+
+
+def distcp_number(key, shape):
+    """What make.py wrote under a key."""
+    n = int.from_bytes(key.encode()[-7:], "little") % 1000 + len(key)
+    return np.arange(n, n + math.prod(shape), dtype=np.float32).reshape(shape) / np.float32(1024)
+
+
+def distcp_as_hf(tmp_path, kind):
+    """A Hugging Face folder with the numbers of make.py, all rows of the padded vocabulary."""
+    hf = json.loads((GOLDENS / "distcp" / "config.json").read_text()) | {"vocab_size": 128}
+    shapes = hf_shapes(hf | {"num_key_value_heads": hf["num_attention_heads"]})
+    names = {
+        "embeddings": "model.embed_tokens",
+        "lm_head.norm": "model.norm",
+        "lm_head.w_out": "lm_head",
+    }
+    for i in range(4):
+        names |= {f"blocks.{i}.{a}": f"model.layers.{i}.{b}" for a, b in CORE_NAMES.items()}
+    tensors = {
+        f"{b}.weight": distcp_number(kind.format(f"{a}.weight"), shapes[f"{b}.weight"])
+        for a, b in names.items()
+    }
+    return convert.load_hf(write_folder(tmp_path, hf, tensors))
+
+
+def test_olmo_core_checkpoint_arrives_with_its_adam_state_and_step(tmp_path, mesh):
+    folder = GOLDENS / "distcp"
+    arguments = (folder / "step9", tmp_path / "ours", "--config", folder / "config.json")
+    assert run("from-core", *arguments) == 0
+    kinds = {"w": "model.{}", "m": "optim.state.{}.exp_avg", "v": "optim.state.{}.exp_avg_sq"}
+    want = {k: distcp_as_hf(tmp_path / k, kind) for k, kind in kinds.items()}
+    tiny = train.PRESETS["tiny"][1]
+    model = convert.open_checkpoint(tmp_path / "ours").config
+    assert (model.tokenizer_size, model.vocab_size) == (100, 128)
+    tokens = dataclasses.replace(tiny.data, source="x.bin", vocab_size=100, eos_id=1, pad_id=2)
+    config = dataclasses.replace(tiny, model=model, data=tokens)
+    with train.open_checkpoints(tmp_path / "ours") as manager:
+        state = train.restore(manager, config, mesh, 9)
+    inner: Any = state.optimizer.inner
+    adam = inner[0]
+    assert (int(state.step), int(adam.count)) == (9, 10)
+    for got, kind in ((state.model, "w"), (adam.mu, "m"), (adam.nu, "v")):
+        assert all(map(same, jax.tree.leaves(got), jax.tree.leaves(want[kind])))
+    started: Any = train.initial_state(dataclasses.replace(config, init=tmp_path / "ours"), mesh)
+    assert int(started.optimizer.inner[0].count) == 10
+
+
+def test_damaged_olmo_core_checkpoints_exit_2(tmp_path, capsys):
+    shutil.copytree(GOLDENS / "distcp", tmp_path / "core")
+    arguments = (
+        tmp_path / "core/step9",
+        tmp_path / "out",
+        "--config",
+        tmp_path / "core/config.json",
+    )
+    file = tmp_path / "core/step9/model_and_optim/__1_0.distcp"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert run("from-core", *arguments) == 2
+    assert "__1_0.distcp" in capsys.readouterr().err
+    hf = json.loads((tmp_path / "core/config.json").read_text())
+    (tmp_path / "core/config.json").write_text(json.dumps(hf | {"intermediate_size": 32}))
+    shutil.copy(GOLDENS / "distcp/step9/model_and_optim/__1_0.distcp", file)
+    assert run("from-core", *arguments) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 12  # three matrices of four layers
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_pickle_cannot_run_anything(tmp_path):
+    (tmp_path / ".metadata").write_bytes(
+        b"cos\nsystem\n(S'touch " + bytes(tmp_path / "x") + b"'\ntR."
+    )
+    with pytest.raises(AttributeError):
+        convert.list_chunks(tmp_path)
+    assert not (tmp_path / "x").exists()
