@@ -640,7 +640,7 @@ def vocabulary_gradients(
 
 
 def fused_loss(
-    unembed: Float[Array, "V D"],
+    unembed: Float32[Array, "V D"],
     hidden: Float[Array, "B S D"],
     targets: Int32[Array, "B S"],
     z_weight: float,
@@ -680,7 +680,7 @@ def fused_loss(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def loss_of_head(
-    unembed: Float[Array, "V D"],
+    unembed: Float32[Array, "V D"],
     hidden: Float[Array, "B S D"],
     targets: Int32[Array, "B S"],
     z_weight: float,
@@ -712,7 +712,8 @@ def summed_loss(
     model: Olmo3, hidden: Float[Array, "B S D"], targets: Int32[Array, "B S"], z_weight: float
 ) -> tuple[Float32[Array, ""], tuple[Float32[Array, ""], Float32[Array, ""]]]:
     """ce + z_weight * z summed over targets, for training, with the two sums beside it."""
-    loss, sums = loss_of_head(model.unembed, hidden, targets, z_weight, model.config.loss_chunk)
+    head = model.unembed.astype(jnp.float32)  # its gradient is; a no-op but for bfloat16 state
+    loss, sums = loss_of_head(head, hidden, targets, z_weight, model.config.loss_chunk)
     return loss, (sums[0], sums[1])
 
 
