@@ -606,6 +606,19 @@ def test_swapped_query_and_key_are_found_at_their_block(source, tmp_path, capsys
     assert "block 2 is the first to drift" in capsys.readouterr().err
 
 
+def test_a_swap_in_a_trained_model_is_far_beyond_rounding_it(tmp_path):
+    trained = GOLDENS / "train_fp32"
+    hf = json.loads((trained / "config.json").read_text())
+    tensors = load_file(trained / "weights_step300.safetensors")
+    rounded = {n: x.astype(BF16) for n, x in tensors.items()}
+    cases = {"a": tensors, "rounded": rounded, "swapped": swapped(tensors, layer=5)}
+    sources = {n: convert.open_hf(write_folder(tmp_path / n, hf, t)) for n, t in cases.items()}
+    tokens = convert.check_tokens(sources["a"].config, None, 2, 512)
+    assert convert.compare(sources["a"], sources["rounded"], tokens).failures("bfloat16") == []
+    report = convert.compare(sources["a"], sources["swapped"], tokens)
+    assert "block 5 is the first to drift" in report.failures("bfloat16")[0]
+
+
 def test_a_conversion_that_went_wrong_is_noticed_and_removed(source, tmp_path, capsys, monkeypatch):
     pieces, other = convert.pieces, {"layers.1.attn.w_q": "layers.1.attn.w_k"}
     monkeypatch.setattr(
