@@ -1026,15 +1026,29 @@ def compare_losses(run: Curves, baseline: Curves) -> Difference | None:
     return Difference(steps, raw, smooth(raw, width), float(noise))
 
 
-def judge(run: Curves, baseline: Curves) -> Iterator[tuple[str, str, str, str, str]]:
-    """Per surface: its name, the run's difference, the largest, the noise floor, and a verdict."""
+def is_repeat(run: Curves, baseline: Curves) -> bool:
+    """Whether a run is the baseline with another seed, and thus shows how far chance goes."""
+    keys = run.config.keys() | baseline.config.keys()
+    differ = {key for key in keys if run.config.get(key) != baseline.config.get(key)}
+    return run is not baseline and "seed" in differ and differ <= {"seed", "run_dir"}
+
+
+def judge(
+    run: Curves, baseline: Curves, repeats: Sequence[Curves] = ()
+) -> Iterator[tuple[str, str, str, str, str]]:
+    """Per surface: its name, the run's difference, the largest, the noise floor, and a verdict.
+
+    The noise floor is at least what `repeats` of the baseline with other seeds differ from it by.
+    """
 
     def verdict(difference: float, noise: float) -> str:
         return "agrees" if abs(difference) <= noise else "lower" if difference < 0 else "higher"
 
     loss, last, floor = compare_losses(run, baseline), 0.0, math.inf
     if loss is not None:
-        last, floor, peak = loss.smoothed[-1], loss.noise, int(np.argmax(np.abs(loss.smoothed)))
+        last, peak = loss.smoothed[-1], int(np.argmax(np.abs(loss.smoothed)))
+        chance = [compare_losses(repeat, baseline) for repeat in repeats]
+        floor = max([loss.noise, *(np.abs(x.smoothed).max() for x in chance if x is not None)])
         largest = f"{loss.smoothed[peak]:+.4f} at step {loss.steps[peak]}"
         word = verdict(loss.smoothed[peak], floor)
         yield "training loss", f"{last:+.4f}", largest, f"{floor:.4f}", word
@@ -1045,6 +1059,10 @@ def judge(run: Curves, baseline: Curves) -> Iterator[tuple[str, str, str, str, s
             continue
         pairs = [(run.evals[s][surface], baseline.evals[s][surface]) for s in shared]
         deltas, noise = [a[0] - b[0] for a, b in pairs], 2 * math.hypot(*(x[1] for x in pairs[-1]))
+        for repeat in repeats:
+            if surface in repeat.evals.get(shared[-1], {}):
+                chance = repeat.evals[shared[-1]][surface][0] - pairs[-1][1][0]
+                noise = max(noise, abs(chance))
         word, peak = verdict(deltas[-1], noise), int(np.argmax(np.abs(deltas)))
         behind = last < -floor and deltas[-1] - last > max(noise, floor)
         if surface == POOLED and behind:
@@ -1129,7 +1147,8 @@ def tables(curves: Sequence[Curves], baseline: Curves) -> Iterator[Table]:
     """The tables of a comparison: verdicts, surfaces at common steps, settings that differ."""
     header = ("run", "surface", "difference at the end", "largest", "noise floor", "verdict")
     others = [run for run in curves if run is not baseline]
-    rows = [(run.name, *row) for run in others for row in judge(run, baseline)]
+    repeats = [run for run in others if is_repeat(run, baseline)]
+    rows = [(run.name, *row) for run in others for row in judge(run, baseline, repeats)]
     yield f"Verdicts against {baseline.name}", header, rows
     with_evals = [run for run in curves if run.evals]
     if with_evals:
@@ -1170,7 +1189,8 @@ th {{ border-bottom: 2px solid #888 }} svg {{ width: 100%; height: auto; margin-
 METHOD = (
     "Training loss: differences are means over a twentieth of the common steps, at least ten; the"
     " noise floor is four standard errors of such a mean. Other surfaces: the last common step, and"
-    " two standard errors of the difference, as if the documents had been drawn anew for each."
+    " two standard errors of the difference, as if the documents had been drawn anew for each. A"
+    " run that differs from the baseline in its seed alone raises the floor to what chance does."
 )
 
 
@@ -1282,6 +1302,8 @@ def read_text(text: Text, trained_on: data.DataConfig) -> HeldOut:
 
 def finish(result: dict, out: Path | None, record: Path | None = None) -> None:
     """Prints a result, writes it to `out`, and adds it to the run of checkpoint `record`."""
+    if jax.process_index() > 0:
+        return  # every process has the same result
     print(json.dumps(result, indent=1))
     if out is not None:
         out.write_text(json.dumps(result, indent=1) + "\n")
@@ -1467,7 +1489,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         with jax.set_mesh(olmo3.make_mesh()):
             command.run()
-    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
+    except ModuleNotFoundError as error:
+        extra = {"matplotlib": "plots", "tokenizers": "tasks", "pyarrow": "tasks"}.get(
+            error.name or ""
+        )
+        hint = f"; pip install -e '.[{extra}]'" if extra else ""
+        print(f"error: {error}{hint}", file=sys.stderr)
+        sys.exit(2)
+    except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
