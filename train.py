@@ -229,26 +229,26 @@ STAGE1 = RunConfig(
 
 PRESETS: dict[str, tuple[str, RunConfig]] = {
     "tiny": (
-        "3.7 M parameters on the Python library's own source, a minute and a half on two cores.",
+        "2.7 M parameters on the Python library's own source, a minute and a half on two cores.",
         RunConfig(
             run_dir=Path("runs/tiny"),
             model=olmo3.ModelConfig(
                 vocab_size=384,
                 tokenizer_size=258,
-                d_model=192,
+                d_model=160,
                 n_layers=8,
-                n_heads=6,
-                n_kv_heads=6,
+                n_heads=5,
+                n_kv_heads=5,
                 d_head=32,
-                d_ff=512,
-                windows=(64, 64, 64, None),
+                d_ff=448,
+                windows=(32, 32, 32, None),
                 remat="none",
-                loss_chunk=256,
+                loss_chunk=128,
             ),
             optim=OptimConfig(lr=4e-3, phases=(Phase(1, "cosine", 30, 300, 0.1),)),
             data=data.DataConfig(
                 source="stdlib",
-                sequence_length=256,
+                sequence_length=128,
                 tokenizer="bytes",
                 vocab_size=258,
                 eos_id=256,
