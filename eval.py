@@ -629,9 +629,9 @@ def bytes_of(ids: Sequence[int]) -> str:
 
 
 def sample_bytes(model: olmo3.Olmo3, prompt: str, n_tokens: int) -> str:
-    """The likeliest continuation of a prompt by a model of the byte vocabulary, up to its EOS."""
+    """A drawn continuation of a prompt by a model of the byte vocabulary, up to its EOS."""
     prompts = jnp.asarray([list(prompt.encode())], jnp.int32)
-    ids = np.asarray(generate(model, prompts, n_tokens, jax.random.key(0)))[0]
+    ids = np.asarray(generate(model, prompts, n_tokens, jax.random.key(0), (0.7, 0.95)))[0]
     ids = itertools.takewhile(lambda i: i != data.EMBEDDED_EOS, ids.tolist())
     return prompt + bytes_of(list(ids))
 
