@@ -155,9 +155,16 @@ def gather(w: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
     `reduced` promises that the cotangent may arrive unreduced, so the transpose is a
     reduce-scatter. Casting after the reshard keeps that reduction in float32, as the recipe's
     reduce_dtype asks (OLMo-3-1025-7B-pretrain-1.py:84); XLA moves the cast ahead, so the forward
-    pass gathers bfloat16.
+    pass gathers bfloat16. Shards become an axis of their own on the way: where their rows are cut
+    out of a matrix, the TPU compiler sums the whole gradient on every device instead of scattering.
     """
-    return reshard(w, P(reduced=frozenset({"data", "fsdp"}))).astype(dtype)
+    n_shards = jax.typeof(w).sharding.mesh.shape["fsdp"]
+    shards = jax.lax.reshape(
+        w, (n_shards, w.shape[0] // n_shards, *w.shape[1:]), out_sharding=P("fsdp")
+    )
+    reduced = P(reduced=frozenset({"data", "fsdp"}))
+    whole = jax.lax.reshape(reshard(shards, reduced), w.shape, out_sharding=reduced)
+    return whole.astype(dtype)
 
 
 @jax.named_scope("norm")

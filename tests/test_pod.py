@@ -1,15 +1,27 @@
 """What a pod relies on: kernels, fused loss, recomputation, the compiled step, many processes."""
 
 import dataclasses
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import kubernetes_validate
 import numpy as np
 import pytest
+import yaml
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import olmo3
+import train
 
 TINY = olmo3.ModelConfig(
     vocab_size=384,
@@ -115,3 +127,145 @@ def test_recomputation_changes_no_gradient(getkey, remat):
         gradients(dataclasses.replace(TINY, remat=remat)), gradients(TINY), strict=True
     ):
         np.testing.assert_allclose(a, b, atol=1e-4 * float(jnp.abs(b).max()))
+
+
+def free_port():
+    """A port with a free one behind it, for the coordinator and the watch."""
+    while True:
+        with socket.socket() as a, socket.socket() as b:
+            a.bind(("127.0.0.1", 0))
+            try:
+                b.bind(("127.0.0.1", a.getsockname()[1] + 1))
+            except OSError:
+                continue
+            return a.getsockname()[1]
+
+
+SMALL_RUN = [
+    *("--model.d-model", "64", "--model.n-layers", "4", "--model.d-ff", "96"),
+    *("--model.n-heads", "2", "--model.n-kv-heads", "2", "--model.windows", "16", "None"),
+    *("--data.sequence-length", "64", "--batch-instances", "8", "--steps", "6"),
+    *("--optim.phases.0.warmup-steps", "2", "--eval-every-steps", "100"),
+    *("--eval-documents", "4", "--sample-tokens", "0"),
+]
+
+
+def start(run_dir, port, process, n_processes, *more, devices=1):
+    """A training process on CPU with its own devices."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return subprocess.Popen(
+        [sys.executable, "train.py", "--run-dir", str(run_dir), *SMALL_RUN, *more]
+        + (f"--coordinator 127.0.0.1:{port} --n-processes {n_processes}".split() if port else [])
+        + (f"--process-id {process}".split() if port else []),
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        cwd=Path(__file__).parent.parent,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def losses(run_dir):
+    """Training losses by step."""
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_processes", [2, 4])
+def test_processes_together_repeat_the_losses_of_one(tmp_path, n_processes):
+    port = free_port()
+    runs = [start(tmp_path / "many", port, i, n_processes) for i in range(n_processes)]
+    errors = [run.communicate(timeout=300)[1] for run in runs]
+    assert [run.returncode for run in runs] == [0] * n_processes, errors
+    alone = start(tmp_path / "one", 0, 0, 1, devices=n_processes)
+    error = alone.communicate(timeout=300)[1]
+    assert alone.returncode == 0, error
+    got, want = losses(tmp_path / "many"), losses(tmp_path / "one")
+    assert list(got) == list(want) == list(range(1, 7))
+    np.testing.assert_allclose(list(got.values()), list(want.values()), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_process_that_never_starts_is_named_and_ends_the_others(tmp_path):
+    port = free_port()
+    runs = [start(tmp_path, port, i, 3, "--process-timeout", "20") for i in (0, 2)]
+    errors = [run.communicate(timeout=120)[1] for run in runs]
+    assert [run.returncode for run in runs] == [1, 1], errors
+    assert all("process [1] of 3 did not start in 20 s" in error for error in errors), errors
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_is_named_and_ends_the_others(tmp_path):
+    port = free_port()
+    more = ("--steps", "100000", "--process-timeout", "15", "--save-every-steps", "100000")
+    runs = [start(tmp_path, port, i, 2, *more) for i in range(2)]
+    while not (tmp_path / "metrics.jsonl").exists() or len(losses(tmp_path)) < 3:
+        assert all(run.poll() is None for run in runs), [run.communicate()[1] for run in runs]
+        time.sleep(0.5)
+    runs[1].send_signal(signal.SIGSTOP)
+    error = runs[0].communicate(timeout=120)[1]
+    runs[1].kill()
+    runs[1].communicate()
+    assert runs[0].returncode == 1, error
+    assert "process [1] of 2 did not get past step" in error
+
+
+DEPLOY = Path(__file__).parent.parent / "deploy"
+
+
+@pytest.mark.parametrize("path", sorted(DEPLOY.glob("jobset-*.yaml")), ids=lambda p: p.stem)
+def test_manifest_fits_kubernetes_schema_its_topology_and_the_command_line(path):
+    jobset = yaml.safe_load(path.read_text())
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    for replicated in jobset["spec"]["replicatedJobs"]:
+        spec = replicated["template"]["spec"]
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": spec}
+        kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
+        pod = spec["template"]["spec"]
+        chips = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
+        container = pod["containers"][0]
+        per_host = int(container["resources"]["limits"]["google.com/tpu"])
+        assert spec["parallelism"] * per_host == np.prod([int(n) for n in chips])
+        config = train.parse(container["args"])
+        assert config.replicas == replicated["replicas"]
+        assert config.run_dir.parts[1] == "bucket"
+
+
+def test_container_file_copies_what_exists():
+    copies = re.findall(r"^COPY (.*) \S+$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    root = DEPLOY.parent
+    assert all(list(root.glob(name)) for names in copies for name in names.split())
+
+
+def test_tpu_vm_script_parses():
+    assert subprocess.run(["bash", "-n", DEPLOY / "tpu_vm.sh"]).returncode == 0
+
+
+@pytest.mark.slow
+def test_tiny_step_compiles_for_an_absent_tpu_in_under_a_minute(tmp_path):
+    pytest.importorskip("libtpu", reason="the TPU compiler comes with the tpu extra")
+    text = tmp_path / "step.hlo"
+    command = [sys.executable, "train.py", "--preset", "tiny", "--aot", "v5p:2x2x1"]
+    run = subprocess.run(
+        [*command, "--hlo", str(text)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
+        cwd=DEPLOY.parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    report = dict(line.split(maxsplit=1) for line in run.stdout.splitlines() if line[:1] != " ")
+    assert report["devices"].startswith("4 x TPU v5, mesh {'data': 1, 'fsdp': 4}; 2 sequences")
+    assert report["HBM,"].endswith("fits")
+    assert float(re.search(r"(\d+) CPU s", report["compiled"])[1]) < 60
+    kernels = set(re.findall(r"splash_mha_(fwd|dkv)", text.read_text()))
+    assert kernels == {"fwd", "dkv"}
+
+
+def test_flags_of_a_generation_come_before_those_of_the_user(monkeypatch, capsys):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--first=1")
+    train.set_libtpu_flags(train.MachineConfig(aot="tpu7x:4x4x4", xla_flags="--last=2"))
+    flags = os.environ["LIBTPU_INIT_ARGS"].split()
+    assert flags == ["--first=1", *train.LIBTPU_FLAGS["tpu7x"], "--last=2"]
+    assert " ".join(flags[1:]) in capsys.readouterr().err
