@@ -1118,7 +1118,7 @@ def from_core(
 
     Args:
         source: The folder stepN, or the one in it with `.metadata`.
-        out: New folder; as RUN/checkpoints it continues that run at its step.
+        out: New folder; `train.py --init` takes weights, moments and their counter from it.
         config: config.json of a Hugging Face export of the same model.
         check: Compares what was written with what was read.
     """

@@ -820,12 +820,17 @@ def test_olmo_core_checkpoint_arrives_with_its_adam_state_and_step(tmp_path, mes
     assert (model.tokenizer_size, model.vocab_size) == (100, 128)
     tokens = dataclasses.replace(tiny.data, source="x.bin", vocab_size=100, eos_id=1, pad_id=2)
     config = dataclasses.replace(tiny, model=model, data=tokens)
+    want_state = train.abstract_state(config, mesh)
+    items = ocp.args.Composite(
+        model=ocp.args.StandardRestore(want_state.model),
+        optimizer=ocp.args.StandardRestore((want_state.optimizer, want_state.step)),
+    )
     with train.open_checkpoints(tmp_path / "ours") as manager:
-        state = train.restore(manager, config, mesh, 9)
-    inner: Any = state.optimizer.inner
-    adam = inner[0]
-    assert (int(state.step), int(adam.count)) == (9, 10)
-    for got, kind in ((state.model, "w"), (adam.mu, "m"), (adam.nu, "v")):
+        restored: Any = manager.restore(9, args=items)
+    optimizer, step = restored["optimizer"]
+    adam = optimizer.inner[0]
+    assert (int(step), int(adam.count)) == (9, 10)
+    for got, kind in ((restored["model"], "w"), (adam.mu, "m"), (adam.nu, "v")):
         assert all(map(same, jax.tree.leaves(got), jax.tree.leaves(want[kind])))
     started: Any = train.initial_state(dataclasses.replace(config, init=tmp_path / "ours"), mesh)
     assert int(started.optimizer.inner[0].count) == 10
