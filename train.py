@@ -8,7 +8,8 @@ Axes as in olmo3.py; A counts the micro-batches of gradient accumulation.
 
 A run directory holds config.json, metrics.jsonl (the truth about the run: a row per step, appended)
 and checkpoints/. Exit codes: 0 done or already done, 1 run-time failure, 2 the configuration or
-input is at fault (said in one line before anything is compiled).
+input is at fault (said in one line before anything is compiled), 75 stopped by SIGTERM or SIGINT
+with everything saved: the same command goes on. A second signal ends at once, with 128 + signal.
 
 Sources: OLMo-core src/scripts/official/OLMo3/OLMo-3-1025-7B-pretrain-{1,2}.py and -midtraining.py
 for the numbers, src/olmo_core/optim and train_module.py for the arithmetic.
@@ -16,16 +17,19 @@ for the numbers, src/olmo_core/optim and train_module.py for the arithmetic.
 
 import dataclasses
 import difflib
+import faulthandler
 import functools
 import json
 import math
 import os
+import signal
 import socket
 import socketserver
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO, cast
@@ -33,12 +37,14 @@ from typing import Any, Literal, NamedTuple, TextIO, cast
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import tyro
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float32, Int32, Key
+from jaxtyping import Array, Bool, Float32, Int32, Key, UInt32
 
 import data
 import eval as evaluation
@@ -128,6 +134,8 @@ class MachineConfig:
     """Which of them this is."""
     process_timeout: float = 600.0
     """Seconds after which a process that is missing, or steps behind, ends all of them."""
+    step_timeout: float = 1800.0
+    """Seconds after which a step, save or evaluation counts as hung: prints all stacks, exits 1."""
     profile: int = 0
     """Steps to trace for xprof, from the third step on."""
 
@@ -161,6 +169,8 @@ class RunConfig:
     """Most held-out documents of one evaluation."""
     save_every_steps: int = 1000
     """Steps between checkpoints; the last step is always saved."""
+    save_every_minutes: float = 60.0
+    """And at the first step after so many minutes without one."""
     keep_last: int = 3
     """Newest checkpoints that are kept."""
     keep_every_steps: int | None = None
@@ -184,7 +194,8 @@ class RunConfig:
                 f"data.vocab_size={self.data.vocab_size} does not fit model.vocab_size="
                 f"{self.model.vocab_size}; pad the model's vocabulary up to a multiple of 128"
             )
-        for name in ("steps", "batch_instances", "sequences_per_device", "keep_last"):
+        counts = ("steps", "batch_instances", "sequences_per_device", "keep_last")
+        for name in (*counts, "save_every_steps", "eval_every_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
@@ -336,10 +347,12 @@ PRESETS: dict[str, tuple[str, RunConfig]] = {
 }
 
 LIBTPU_FLAGS = {  # by the name of the TPU's generation
-    # Without it every weight on a torus of 4 x 4 x 4 or more is gathered by a synchronous all-reduce
-    # of zeros: twice the bytes, and nothing overlaps (0.31 s of a 2.4 s step).
+    # Without it every weight on a torus of 4 x 4 x 4 or more is gathered by a synchronous
+    # all-reduce of zeros: twice the bytes, and nothing overlaps (0.31 s of a 2.4 s step).
     "tpu7x": ("--xla_tpu_prefer_async_allgather_to_allreduce=true",),
 }
+
+STOPPED = os.EX_TEMPFAIL  # exit code 75
 
 PEAK_FLOPS = {  # dense bfloat16 per JAX device, from the vendors' data sheets
     "TPU v4": 275e12,
@@ -686,6 +699,7 @@ class Watch:
             late = now - self.begun > limit
             return f"process {missing} of {n} did not start in {limit:g} s" if late else ""
         slowest, fastest = min(self.seen.values())[0], max(self.seen.values())[0]
+        limit *= 10 if slowest == 0 else 1  # not yet at a step: compiling takes its time
         stuck = [i for i, (s, since) in self.seen.items() if s == slowest and now - since > limit]
         if slowest < fastest and stuck:
             return f"process {stuck} of {n} did not get past step {slowest} in {limit:g} s"
@@ -733,6 +747,66 @@ class Watch:
         self.thread.join()
         while self.machine.process_id == 0 and min(self.seen.values())[0] < self.DONE:
             time.sleep(0.1)
+
+
+class Signals:
+    """SIGTERM and SIGINT as a wish to stop: the first is noted, the second ends the process.
+
+    A thread reads what C writes of each signal, as Python's own handlers wait for XLA to return.
+    """
+
+    number = 0
+    """The first signal, or 0."""
+    interruptible = False
+    """Whether the first may break off what the main thread does, with KeyboardInterrupt."""
+
+    def __enter__(self) -> "Signals":
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.writer, False)
+        self.old = {n: signal.signal(n, self.handle) for n in (signal.SIGTERM, signal.SIGINT)}
+        signal.set_wakeup_fd(self.writer)
+        threading.Thread(target=self.listen, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.old.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(-1)
+        os.close(self.writer)
+
+    def handle(self, number: int, _: object) -> None:
+        """Runs in the main thread, at some time after `listen` saw the signal or before."""
+        self.number = self.number or number
+        if self.interruptible:
+            raise KeyboardInterrupt
+
+    def listen(self) -> None:
+        """Notes signals as they come, until the pipe is closed."""
+        n_seen = 0
+        while number := int.from_bytes(os.read(self.reader, 1)):
+            n_seen += number in self.old
+            if n_seen > 1:
+                os._exit(128 + number)
+            if n_seen:
+                self.number = number
+                text = f"{signal.Signals(number).name}: saving, then stopping; again stops at once"
+                print(text, file=sys.stderr, flush=True)
+        os.close(self.reader)
+
+
+class Wish:
+    """What a process wants to happen after a step; of several the largest counts."""
+
+    NOTHING, SAVE, STOP = 0, 1, 2
+
+
+def strongest(mesh: Mesh, wish: int) -> Array | np.int32:
+    """The largest of all processes' wishes, computed behind the step and not waited for."""
+    if jax.process_count() == 1:
+        return np.int32(wish)
+    sharding = NamedSharding(mesh, P(("data", "fsdp")))
+    mine = np.full(1, wish, np.int32)
+    return jnp.max(jax.make_array_from_callback((mesh.size,), sharding, lambda _: mine))
 
 
 def join_processes(machine: MachineConfig) -> Watch | None:
@@ -806,9 +880,10 @@ def open_checkpoints(folder: Path, config: RunConfig | None = None) -> ocp.Check
 
     One checkpoint is a directory named by its step with items model, optimizer and config. Orbax
     writes to a temporary name and renames when all is on disk, so what has a step's name is
-    complete.
+    complete. Opened to save, what dead saves left is removed.
     """
     options = ocp.CheckpointManagerOptions(
+        cleanup_tmp_directories=config is not None,
         max_to_keep=config.keep_last if config else None,
         keep_period=config.keep_every_steps if config else None,
         read_only=config is None,
@@ -821,18 +896,54 @@ def open_checkpoints(folder: Path, config: RunConfig | None = None) -> ocp.Check
     return ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handlers)
 
 
+def saved_config(folder: Path, step: int) -> dict:
+    """The configuration that travelled with a checkpoint."""
+    return json.loads((folder / str(step) / "config" / "config.json").read_text())
+
+
+@jax.jit
+def leaf_sums(tree: Any) -> list[UInt32[Array, ""]]:  # noqa: ANN401 - any tree of arrays
+    """Position-weighted sum of the bits of each leaf, modulo 2**32.
+
+    Weights are odd, so that a single flipped bit always shows. Sums of integers do not depend on
+    their order: another mesh finds the same numbers.
+    """
+
+    def bits(x: Array) -> UInt32[Array, ""]:
+        place = jnp.zeros((), jnp.uint32)
+        for axis, size in enumerate(x.shape):
+            sharding = jax.typeof(x).sharding
+            iota = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=sharding)
+            place = place * jnp.uint32(size) + iota
+        word = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+        values = jax.lax.bitcast_convert_type(x, word).astype(jnp.uint32)
+        return jnp.sum(values * (2 * place + 1), dtype=jnp.uint32)
+
+    return [bits(x) for x in jax.tree.leaves(tree)]
+
+
+def checksums(tree: Any) -> dict[str, int]:  # noqa: ANN401 - any tree of arrays
+    """The sum of each leaf by its name."""
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return dict(zip(names, map(int, leaf_sums(tree)), strict=True))
+
+
 def save(manager: ocp.CheckpointManager, state: TrainState, step: int, about: dict) -> None:
     """Starts an asynchronous save of the whole state and of the JSON `about` it."""
     items = ocp.args.Composite(
         model=ocp.args.StandardSave(state.model),
         optimizer=ocp.args.StandardSave((state.optimizer, state.step)),
-        config=ocp.args.JsonSave(about),
+        config=ocp.args.JsonSave(about | {"checksums": checksums(state)}),
     )
-    manager.save(step, args=items)
+    if not manager.save(step, args=items):
+        raise RuntimeError(f"{manager.directory}: a checkpoint of step {step} or later is there")
 
 
 def restore(manager: ocp.CheckpointManager, config: RunConfig, mesh: Mesh, step: int) -> TrainState:
-    """Reads the whole state onto a mesh, which need not be the one it was saved from."""
+    """Reads the whole state onto a mesh, which need not be the one it was saved from.
+
+    TensorStore does not notice a flipped bit, so the state's sums are compared with those saved.
+    """
     want = abstract_state(config, mesh)
     items = ocp.args.Composite(
         model=ocp.args.StandardRestore(want.model),
@@ -840,7 +951,11 @@ def restore(manager: ocp.CheckpointManager, config: RunConfig, mesh: Mesh, step:
     )
     items = manager.restore(step, args=items)
     state = TrainState(items["model"], *items["optimizer"])
-    assert int(state.step) == step, f"checkpoint {step} holds the state of step {int(state.step)}"
+    saved = saved_config(Path(manager.directory), step)["checksums"]
+    with jax.set_mesh(mesh):
+        wrong = [name for name, value in checksums(state).items() if saved.get(name) != value]
+    if wrong or int(state.step) != step:
+        raise RuntimeError(f"the data of {', '.join(wrong) or 'another step'} is damaged")
     return state
 
 
@@ -857,11 +972,6 @@ def find_checkpoint(path: Path) -> tuple[Path, int]:
     raise FileNotFoundError(
         f"{path}: no checkpoint there; give a run, its checkpoints folder or one step of it"
     )
-
-
-def saved_config(folder: Path, step: int) -> dict:
-    """The configuration that travelled with a checkpoint."""
-    return json.loads((folder / str(step) / "config" / "config.json").read_text())
 
 
 def model_config(saved: dict) -> olmo3.ModelConfig:
@@ -952,7 +1062,10 @@ class Log:
 
     def __init__(self, folder: Path):
         self.first = jax.process_index() == 0  # the others compute the same and write nothing
-        self.file: TextIO = (folder / "metrics.jsonl" if self.first else Path(os.devnull)).open("a")
+        path = folder / "metrics.jsonl" if self.first else Path(os.devnull)
+        if path.is_file():  # a killed process may leave half a row
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        self.file: TextIO = path.open("a")
         self.live = sys.stderr.isatty()
         self.last_shown = 0.0
 
@@ -963,7 +1076,7 @@ class Log:
         self.file.close()
 
     def write(self, row: dict[str, Any]) -> None:
-        self.file.write(json.dumps(row) + "\n")
+        self.file.write(json.dumps(row | {"time": round(time.time(), 3)}) + "\n")
         self.file.flush()
 
     def say(self, text: str) -> None:
@@ -989,28 +1102,26 @@ def show(x: float | str, spec: str) -> str:
 class Run:
     """A prepared run: everything the user could have got wrong has been checked."""
 
-    def __init__(self, config: RunConfig, watch: Watch | None = None):
-        self.config, self.watch, self.tracing = config, watch, False
+    def __init__(
+        self, config: RunConfig, watch: Watch | None = None, signals: Signals | None = None
+    ):
+        self.config, self.watch, self.signals = config, watch, signals or Signals()
+        self.begun = self.clock = time.perf_counter()
+        self.tracing, self.damaged = False, {}
+        self.folder = config.run_dir / "checkpoints"
         self.mesh = train_mesh(config)
         self.accumulation = micro_batches(config, self.mesh.size)
         self.dataset = data.open_dataset(config.data)
         self.heldout = self.prepare_heldout()
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        self.manager = open_checkpoints(config.run_dir / "checkpoints", config)
-        self.first_step = (self.manager.latest_step() or 0) + 1
-        self.changes, cursor, self.tokens_before = [], None, 0
-        if self.first_step > 1:
-            if config.resume == "none":
-                raise ValueError(
-                    f"resume=none, but {config.run_dir} has a checkpoint at step"
-                    f" {self.first_step - 1}; use a new --run-dir or remove the old one"
-                )
-            old = saved_config(config.run_dir / "checkpoints", self.first_step - 1)
-            self.changes = check_same_run(old, config_json(config))
-            cursor, self.tokens_before = data.Cursor(**old["cursor"]), old["tokens_seen"]
-        self.loader = data.Loader(
-            self.dataset, config.data, config.batch_instances, cursor, config.allow_data_change
-        )
+        self.n_leftovers = len([*self.folder.glob("*.orbax-checkpoint-tmp*")])
+        self.manager = open_checkpoints(self.folder, config)
+        self.choose()
+        if config.resume == "none" and self.first_step > 1:
+            raise ValueError(
+                f"resume=none, but {config.run_dir} has a checkpoint at step"
+                f" {self.first_step - 1}; use a new --run-dir or remove the old one"
+            )
         if config.init is not None:
             check_same_weights(saved_config(*find_checkpoint(config.init)), config_json(config))
         kind = self.mesh.devices.flat[0].device_kind
@@ -1018,6 +1129,70 @@ class Run:
         tokens = config.batch_instances * config.data.sequence_length
         self.batch_tokens = tokens
         self.step_flops = tokens * olmo3.flops_per_token(config.model, config.data.sequence_length)
+
+    def choose(self) -> None:
+        """Puts the run behind the newest checkpoint not known to be damaged, or at its start."""
+        config, old, step = self.config, None, 0
+        for step in sorted(set(self.manager.all_steps()) - set(self.damaged), reverse=True):
+            try:
+                old = saved_config(self.folder, step)
+                break
+            except (OSError, ValueError) as error:
+                self.damaged[step] = error
+        if old is None and self.damaged:
+            reasons = "; ".join(f"{k}: {v!s:.300}" for k, v in self.damaged.items())
+            raise RuntimeError(
+                f"{self.folder}: no checkpoint can be loaded ({reasons}); none was touched: repair"
+                " one, or start anew with another --run-dir"
+            )
+        self.first_step, self.changes, cursor, self.tokens_before = 1, [], None, 0
+        if old is not None:
+            self.first_step, self.tokens_before = step + 1, old["tokens_seen"]
+            self.changes = check_same_run(old, config_json(config))
+            cursor = data.Cursor(**old["cursor"])
+        self.loader = data.Loader(
+            self.dataset, config.data, config.batch_instances, cursor, config.allow_data_change
+        )
+
+    def recover(self, log: Log) -> TrainState:
+        """The state to start from: of the newest checkpoint that can be loaded, if there is any.
+
+        Only when an older one has been loaded are damaged newer ones put aside, so that their
+        numbers can be saved again.
+        """
+        while self.first_step > 1:
+            step, state = self.first_step - 1, None
+            try:
+                state = restore(self.manager, self.config, self.mesh, step)
+            except jax.errors.JaxRuntimeError:  # out of memory and the like
+                raise
+            except Exception as error:  # Orbax raises anything, even Exception itself
+                self.damaged[step] = error
+            loaded = np.array(state is not None)
+            if jax.process_count() > 1 and not multihost_utils.process_allgather(loaded).all():
+                self.damaged.setdefault(step, RuntimeError("another process cannot load it"))
+                state = None
+            if state is not None:
+                self.put_aside(log)
+                return state
+            self.choose()
+        return initial_state(self.config, self.mesh)
+
+    def put_aside(self, log: Log) -> None:
+        """Renames damaged checkpoints and says so."""
+        for step, error in self.damaged.items():
+            path = self.folder / f"{step}.damaged-{int(time.time())}"
+            if log.first:
+                (self.folder / str(step)).rename(path)
+            log.write({"event": "damaged", "step": step, "error": str(error)})
+            log.say(
+                f"warning: checkpoint {step} cannot be loaded ({error!s:.300}); going on from"
+                f" {self.first_step - 1}; it is kept as {path}"
+            )
+        if self.damaged and jax.process_count() > 1:
+            multihost_utils.sync_global_devices("damaged checkpoints are renamed")
+        self.damaged = {}
+        self.manager.reload()
 
     def prepare_heldout(self) -> evaluation.HeldOut | None:
         """The documents that evaluations measure, or None where there are none to be had."""
@@ -1084,59 +1259,123 @@ class Run:
                 " checkpoint with a lower --optim.lr, or look at the batch with data.py"
             )
 
-    def evaluate(self, log: Log, step: int, state: TrainState) -> None:
-        """Measures the held-out loss and records it."""
+    def evaluate(self, log: Log, step: int, state: TrainState) -> bool:
+        """Measures the held-out loss and records it; False where a signal broke it off.
+
+        Processes together finish it: they must all run the same programs.
+        """
         if self.heldout is None:
-            return
-        losses = evaluation.evaluate_loss(state.model, self.heldout)
-        log.write({"step": step, "eval": losses})
+            return True
+        began = time.perf_counter()
+        try:
+            self.signals.interruptible = jax.process_count() == 1
+            if self.signals.interruptible and self.signals.number:
+                return False
+            losses = evaluation.evaluate_loss(state.model, self.heldout)
+        except KeyboardInterrupt:
+            return False
+        finally:
+            self.signals.interruptible = False
+        log.write({"step": step, "eval": losses, "seconds": time.perf_counter() - began})
         pooled = losses["pooled"]
         log.say(
             f"step {step}: held-out loss {pooled['ce']:.4f} ± {pooled['ce_se']:.4f} nats/token over"
             f" {pooled['n_tokens']:,} tokens"
         )
+        return True
 
-    def loop(self, log: Log) -> TrainState:
-        """Trains from the newest checkpoint to the last step."""
+    def evaluation_missing(self) -> bool:
+        """Whether the run ended between the newest checkpoint and the evaluation due there."""
+        step, path = self.first_step - 1, self.config.run_dir / "metrics.jsonl"
+        due = step and (step % self.config.eval_every_steps == 0 or step == self.config.steps)
+        if not due or self.heldout is None or not path.exists():
+            return False
+        with path.open() as rows:
+            return not any(row.startswith(f'{{"step": {step}, "eval"') for row in rows)
+
+    def save(self, log: Log, step: int, state: TrainState) -> None:
+        """Starts to save a step, unless it is saved; waits for the save before to be complete."""
+        if self.manager.latest_step() == step:
+            return
+        began = time.perf_counter()
+        self.check_saves(lambda: save(self.manager, state, step, self.about(step)))
+        self.saved_at = time.monotonic()
+        log.write({"event": "save", "step": step, "seconds": time.perf_counter() - began})
+
+    def check_saves(self, act: Callable[[], None]) -> None:
+        """Does what shows errors of saving, also of those in the background, and names the path."""
+        try:
+            act()
+        except jax.errors.JaxRuntimeError:
+            raise
+        except Exception as error:
+            kept = sorted(int(p.name) for p in self.folder.iterdir() if p.name.isdigit())
+            raise RuntimeError(
+                f"{self.folder}: saving failed ({error}); the checkpoints {kept} are intact: make"
+                " room or repair the disk, then the same command goes on"
+            ) from error
+
+    def finish(self, log: Log, done: tuple[int, float, dict, Array | np.int32], wait: float) -> int:
+        """Waits for a step and writes its row; returns what the processes wished behind it."""
+        step, lr, metrics, wish = done
+        jax.block_until_ready(metrics)
+        now = time.perf_counter()
+        self.report(
+            log, step, lr, metrics, {"step_seconds": now - self.clock, "data_seconds": wait}
+        )
+        self.clock = now
+        self.check_saves(self.manager.check_for_errors)
+        return int(wish)
+
+    def watchdog(self) -> None:
+        """Ends the process with all stacks unless this is called again within the time limit."""
+        limit = self.config.machine.step_timeout
+        faulthandler.dump_traceback_later(
+            limit, exit=True, file=2
+        )  # also where a test took sys.stderr
+
+    def loop(self, log: Log, state: TrainState) -> tuple[TrainState, bool]:
+        """Trains to the last step, or until told to stop; returns the state, and whether it was."""
         config, first = self.config, self.first_step
-        if first == 1:
-            state = initial_state(config, self.mesh)
-        else:
-            state = restore(self.manager, config, self.mesh, first - 1)
+        wish, pending, self.saved_at = Wish.NOTHING, None, time.monotonic()
         sharding = NamedSharding(self.mesh, P(None, ("data", "fsdp")))
         stream = data.Stream(self.loader, sharding, self.accumulation, first, config.steps)
         step_function = jax.jit(functools.partial(train_step, config), donate_argnums=0)
-        pending, clock = None, time.perf_counter()
         for step in range(first, config.steps + 1):
-            lr = learning_rate(config.optim, step)
+            self.watchdog()
             self.trace(step - first)
-            state, metrics = step_function(state, stream.get(step), jnp.float32(lr))
+            batch, lr, began = stream.get(step), learning_rate(config.optim, step), self.clock
+            state, metrics = step_function(state, batch, jnp.float32(lr))
+            if step == first:
+                self.clock = time.perf_counter()
+                log.write({"event": "compile", "step": step, "seconds": self.clock - began})
             if self.watch is not None:
                 self.watch.step = step
+            overdue = time.monotonic() - self.saved_at > 60 * config.save_every_minutes
+            mine = Wish.STOP if self.signals.number else Wish.SAVE if overdue else Wish.NOTHING
             # The row of the step before is written while this one runs.
-            last = step == config.steps
-            due = [
-                last or step % every == 0
+            wish = self.finish(log, pending, stream.data_seconds) if pending else Wish.NOTHING
+            pending = (step, lr, metrics, strongest(self.mesh, mine))
+            save_due, eval_due = (
+                step == config.steps or step % every == 0
                 for every in (config.save_every_steps, config.eval_every_steps)
-            ]
-            for done in (pending, (step, lr, metrics) if any(due) or step == first else None):
-                if done is not None:
-                    jax.block_until_ready(done[2])
-                    now = time.perf_counter()
-                    times = {"step_seconds": now - clock, "data_seconds": stream.data_seconds}
-                    clock = now
-                    self.report(log, *done, times)
-            pending = None if any(due) or step == first else (step, lr, metrics)
-            if due[0]:
-                save(self.manager, state, step, self.about(step))
-            if due[1]:
-                self.evaluate(log, step, state)
-            if any(due):
-                clock = time.perf_counter()
-        self.manager.wait_until_finished()
+            )
+            if not (save_due or eval_due or wish or step == first):
+                continue
+            wish, pending = max(wish, self.finish(log, pending, stream.data_seconds)), None
+            self.watchdog()
+            if save_due or wish:
+                self.save(log, step, state)
+            if eval_due and wish < Wish.STOP and not self.evaluate(log, step, state):
+                wish = Wish.STOP
+                self.save(log, step, state)
+            if wish == Wish.STOP:
+                break
+            self.clock = time.perf_counter()
+        self.check_saves(self.manager.wait_until_finished)
         stream.close()
         self.trace(-1)
-        return state
+        return state, wish == Wish.STOP
 
     def trace(self, done: int) -> None:
         """Starts the profile behind the second step of this process and stops it in time."""
@@ -1148,24 +1387,43 @@ class Run:
             jax.profiler.stop_trace()
             self.tracing = False
 
-    def train(self) -> None:
-        """Runs to the end; a second call has nothing to do and says so."""
+    def train(self) -> int:
+        """Runs to the end, or to a signal; returns the exit code.
+
+        A second call has nothing to do and says so.
+        """
         config = self.config
         with Log(config.run_dir) as log, self.manager, jax.set_mesh(self.mesh):
-            if self.first_step > config.steps:
+            missing = self.evaluation_missing()
+            if self.first_step > config.steps and not missing:
                 n = self.first_step - 1
                 log.say(f"already at step {n} of {config.steps}, nothing to do")
-                return
+                return 0
+            self.watchdog()
+            state = self.recover(log)
             text = json.dumps(self.about(self.first_step - 1), indent=1)
             if log.first:
                 (config.run_dir / "config.json").write_text(text + "\n")
-            log.write({"event": "start", "step": self.first_step, "changes": self.changes})
+            log.write(
+                {"event": "start", "step": self.first_step, "changes": self.changes}
+                | {"start_seconds": time.perf_counter() - self.begun, "leftovers": self.n_leftovers}
+            )
             for line in self.describe():
                 log.say(line)
-            state = self.loop(log)
+            if missing and not self.evaluate(log, self.first_step - 1, state):
+                stopped = True
+            else:
+                self.clock = time.perf_counter()
+                state, stopped = self.loop(log, state)
+            faulthandler.cancel_dump_traceback_later()
+            log.write({"event": "end", "signal": self.signals.number if stopped else 0})
+            if stopped:
+                log.say("saved and stopped; the same command goes on")
+                return STOPPED
             if config.sample_tokens:
                 text = evaluation.sample_bytes(state.model, "def ", config.sample_tokens)
                 log.say(f"sample of the trained model:\n{text}")
+            return 0
 
     def describe(self) -> Iterator[str]:
         """What is about to run, and what differs from the run it continues."""
@@ -1211,21 +1469,38 @@ def parse(arguments: list[str]) -> RunConfig:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0, or 2 where the user's values or files are at fault."""
+    """Returns the exit code that the file's docstring describes.
+
+    One process of many that fails ends at once: the barrier at exit would wait for peers that wait
+    for this process.
+    """
+    watch = None
     try:
         config = parse(arguments)
         set_libtpu_flags(config.machine)
         if config.machine.aot:
             return compile_ahead(config)
         watch = join_processes(config.machine)
-        run = Run(config, watch)
+        with Signals() as signals:
+            run, code = Run(config, watch, signals), 1
+            try:
+                code = run.train()
+            except Exception as error:
+                if type(error) is not RuntimeError:  # not one of ours: where it rose is of interest
+                    traceback.print_exc()
+                print(f"error: {error}", file=sys.stderr)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    run.train()
-    if watch is not None:
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 1
+    if watch is not None and code != 1:
         watch.close()
-    return 0
+    elif watch is not None:
+        sys.stderr.flush()
+        os._exit(1)
+    return code
 
 
 if __name__ == "__main__":

@@ -1,0 +1,239 @@
+"""What happens when things break: damage on disk, signals, kills, full disks, hung steps."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from test_train import SMALL, equal, final_state, rows_of, small
+
+import olmo3
+import train
+
+ROOT = Path(__file__).parent.parent
+FLAGS = [*SMALL, "--max-devices", "1", "--save-every-steps", "4", "--steps", "12"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of 12 steps that nothing happened to, with checkpoints 4, 8 and 12."""
+    path = tmp_path_factory.mktemp("finished") / "run"
+    assert train.main([*FLAGS, "--run-dir", str(path)]) == 0
+    return path
+
+
+@pytest.fixture
+def broken(finished, tmp_path):
+    """A copy of it to damage; longer runs go on from it."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def losses(path):
+    return {step: row["loss"] for step, row in rows_of(path).items()}
+
+
+def largest_file(folder):
+    return max(folder.glob("**/d/*"), key=lambda path: path.stat().st_size)
+
+
+def overwrite(path, change):
+    content = bytearray(path.read_bytes())
+    change(content)
+    path.write_bytes(content)
+
+
+def flip_bit(folder):
+    overwrite(largest_file(folder / "model"), lambda b: b.__setitem__(len(b) // 2, b[-9] ^ 1))
+
+
+def zeros(folder):
+    middle = largest_file(folder / "optimizer").stat().st_size // 2
+    overwrite(
+        largest_file(folder / "optimizer"),
+        lambda b: b.__setitem__(slice(middle, middle + 1024), bytes(1024)),
+    )
+
+
+def truncate(folder):
+    os.truncate(largest_file(folder / "model"), 1000)
+
+
+def empty_config(folder):
+    (folder / "config" / "config.json").write_text("")
+
+
+def lose_optimizer(folder):
+    shutil.rmtree(folder / "optimizer")
+
+
+def lose_manifest(folder):
+    (folder / "model" / "manifest.ocdbt").unlink()
+
+
+@pytest.mark.parametrize("n_devices", [1, 2, 8])
+def test_any_flipped_bit_changes_a_leafs_sum_and_no_mesh_does(n_devices, getkey):
+    mesh = olmo3.make_mesh(devices=jax.devices()[:n_devices])
+    x = jax.random.normal(getkey(), (16, 24))
+    with jax.set_mesh(mesh):
+        got = train.checksums({"a": jax.device_put(x, jax.NamedSharding(mesh, jax.P("fsdp")))})
+    bits = np.asarray(x).view(np.uint32)
+    weights = 2 * np.arange(x.size, dtype=np.uint32).reshape(x.shape) + 1
+    assert got == {"['a']": int((bits * weights).sum(dtype=np.uint32))}
+
+
+def test_leftovers_of_dead_saves_are_counted_and_removed_and_other_folders_kept(broken):
+    folder = broken / "checkpoints"
+    for name in ("16.orbax-checkpoint-tmp", "20.orbax-checkpoint-tmp", "mine"):
+        shutil.copytree(folder / "12", folder / name)
+    assert train.main([*FLAGS, "--steps", "13", "--run-dir", str(broken)]) == 0
+    assert {path.name for path in folder.iterdir()} == {"8", "12", "13", "mine"}
+    starts = [row for row in events(broken) if row.get("event") == "start"]
+    assert [row["leftovers"] for row in starts] == [0, 2]
+
+
+def events(path):
+    """All rows of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_half_a_row_that_a_killed_run_left_is_removed(broken):
+    with (broken / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "lo')
+    with train.Log(broken) as log:
+        log.write({"event": "test"})
+    assert events(broken)[-1]["event"] == "test"
+
+
+def test_state_without_a_leaf_is_refused_by_name(broken):
+    mesh = olmo3.make_mesh(devices=jax.devices()[:1])
+    with train.open_checkpoints(broken / "checkpoints") as manager:
+        path = broken / "checkpoints" / "12" / "optimizer" / "_METADATA"
+        saved = json.loads(path.read_text())
+        lost = next(key for key in saved["tree_metadata"] if "'nu'" in key and "w_up" in key)
+        del saved["tree_metadata"][lost]
+        path.write_text(json.dumps(saved))
+        with pytest.raises(ValueError, match="w_up"):
+            train.restore(manager, small(), mesh, 12)
+
+
+# Other processes, because what happens to them ends them.
+
+
+def launch(run_dir, *more, cache=None, limit=None):
+    """train.py with one CPU device; its stderr is a pipe."""
+    command = [sys.executable, str(ROOT / "train.py"), *FLAGS, "--run-dir", str(run_dir), *more]
+    if limit:
+        command = ["bash", "-c", f'ulimit -f {limit}; exec "$@"', "bash", *command]
+    cache = str(cache or jax.config.values["jax_compilation_cache_dir"])
+    env = {
+        **os.environ,
+        **{"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": cache},
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+    }
+    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+
+
+def outcome(process):
+    """Exit code and stderr of a process, when it has ended."""
+    error = process.communicate()[1]
+    return process.returncode, error
+
+
+def wait_for(process, path, text):
+    """Returns when a file has a text in it."""
+    while not (path.exists() and text in path.read_text()):
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_damaged_checkpoints_are_reported_put_aside_and_the_newest_whole_one_used(finished, broken):
+    damages = [flip_bit, zeros, truncate, empty_config, lose_optimizer, lose_manifest]
+    for step, damage in enumerate(damages, 13):
+        shutil.copytree(broken / "checkpoints" / "12", broken / "checkpoints" / str(step))
+        damage(broken / "checkpoints" / str(step))
+    code, error = outcome(launch(broken, "--steps", "20"))
+    assert code == 0, error
+    for step in range(13, 19):
+        assert f"warning: checkpoint {step} cannot be loaded" in error
+    assert "going on from 12" in error
+    names = {path.name.partition("-")[0] for path in (broken / "checkpoints").iterdir()}
+    kept = {"12", "16", "20"}  # 16 was saved again under the number of a damaged one
+    assert names == kept | {f"{step}.damaged" for step in range(13, 19)}
+    assert equal(final_state(broken, 12), final_state(finished, 12))
+    assert list(losses(broken)) == list(range(1, 21))
+
+
+@pytest.mark.slow
+def test_run_whose_checkpoints_are_all_damaged_ends_and_touches_nothing(broken):
+    for step in (4, 8, 12):
+        truncate(broken / "checkpoints" / str(step))
+    before = {path: path.stat().st_size for path in broken.glob("checkpoints/**/*")}
+    code, error = outcome(launch(broken, "--steps", "13"))
+    assert code == 1
+    assert "no checkpoint can be loaded (12: " in error
+    assert {path: path.stat().st_size for path in broken.glob("checkpoints/**/*")} == before
+
+
+@pytest.mark.slow
+def test_full_disk_ends_the_run_naming_path_and_errno_and_keeps_the_last_checkpoint(tmp_path):
+    run = tmp_path / "run"
+    assert outcome(launch(run, "--steps", "4"))[0] == 0
+    # A file size limit of 64 KiB fails writes just as a full disk does, for any user.
+    code, error = outcome(launch(run, limit=64))
+    assert code == 1, error
+    assert f"{run}/checkpoints: saving failed" in error
+    assert "File too large" in error
+    assert "[4] are intact" in error
+    code, error = outcome(launch(run))
+    assert code == 0, error
+    assert [row["leftovers"] for row in events(run) if row.get("event") == "start"][-1] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["compile", "step", "save", "eval"])
+def test_signal_saves_and_stops_and_the_run_goes_on_bit_for_bit(moment, finished, tmp_path):
+    run, log = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
+    more = ["--eval-every-steps", "6", "--eval-documents", "60"]
+    cache = tmp_path / "cache" if moment == "compile" else None
+    process = launch(run, *more, cache=cache)
+    text = {"compile": '"start"', "step": '"step": 2', "save": '"step": 4', "eval": '"step": 6'}
+    wait_for(process, log, text[moment])
+    process.send_signal(signal.SIGTERM if moment != "step" else signal.SIGINT)
+    code, error = outcome(process)
+    assert code == 75, error
+    assert "saved and stopped" in error
+    code, error = outcome(launch(run, *more))
+    assert code == 0, error
+    assert equal(final_state(run, 12), final_state(finished, 12))
+    evaluated = {row["step"] for row in events(run) if "eval" in row}
+    assert evaluated == {6, 12}
+    assert losses(run) == losses(finished)
+
+
+@pytest.mark.slow
+def test_second_signal_ends_at_once_even_while_compiling(tmp_path):
+    process = launch(tmp_path / "run", cache=tmp_path / "cache")
+    wait_for(process, tmp_path / "run" / "metrics.jsonl", '"start"')
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert outcome(process)[0] == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 1
+
+
+@pytest.mark.slow
+def test_step_that_hangs_prints_all_stacks_and_ends_the_run(tmp_path):
+    process = launch(tmp_path / "run", "--step-timeout", "0.3", cache=tmp_path / "cache")
+    code, error = outcome(process)
+    assert code == 1
+    assert "Timeout" in error
+    assert "train.py" in error
