@@ -325,6 +325,14 @@ PRESETS: dict[str, tuple[str, RunConfig]] = {
             ),
         ),
     ),
+    "stage1-wide-heads": (
+        "An experiment, another model: stage1 with 16 heads of 256, same size and FLOPs, for TPUs.",
+        dataclasses.replace(
+            STAGE1,
+            run_dir=Path("runs/stage1-wide-heads"),
+            model=dataclasses.replace(OLMO3_7B, n_heads=16, n_kv_heads=16, d_head=256),
+        ),
+    ),
     "stage2": (
         "OLMo 3 7B mid-training, 100 B tokens, linear to zero; start it with --init STAGE1.",
         RunConfig(

@@ -269,3 +269,12 @@ def test_flags_of_a_generation_come_before_those_of_the_user(monkeypatch, capsys
     flags = os.environ["LIBTPU_INIT_ARGS"].split()
     assert flags == ["--first=1", *train.LIBTPU_FLAGS["tpu7x"], "--last=2"]
     assert " ".join(flags[1:]) in capsys.readouterr().err
+
+
+def test_wide_heads_have_the_size_and_the_flops_of_the_7b_and_are_another_model():
+    plain, wide = (train.PRESETS[name][1] for name in ("stage1", "stage1-wide-heads"))
+    assert olmo3.n_parameters(wide.model) == olmo3.n_parameters(plain.model)
+    counts = [olmo3.flops_per_token(c.model, c.data.sequence_length) for c in (plain, wide)]
+    assert counts[0] == counts[1]
+    assert wide.model != plain.model
+    assert "another model" in train.PRESETS["stage1-wide-heads"][0]
