@@ -406,6 +406,46 @@ def test_an_unknown_task_is_refused_with_its_neighbours():
         evaluation.read_task(wheels(), "arc_easy_rc_7shot")
 
 
+def test_lm_eval_drives_our_model(model):
+    pytest.importorskip("lm_eval")
+    vocab = {bytes_to_character(i): i for i in range(256)}
+    options = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    byte_level = {"type": "ByteLevel", **options}
+    tokenizer = {
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "added_tokens": [
+            {"id": 256, "content": "<|endoftext|>", "special": True, "single_word": False}
+            | {"lstrip": False, "rstrip": False, "normalized": False}
+        ],
+    }
+    harness = evaluation.harness_model(model, json.dumps(tokenizer), max_length=64)
+    pairs = [("Ans", "wer"), ("one two ", " three"), ("", "x")]
+    requests = [types.SimpleNamespace(args=pair) for pair in pairs]
+    got = harness.loglikelihood(requests)
+    ids = [list(b"Answer"), list(b"one two  three"), [256, *b"x"]]
+    n_scored = (3, 7, 1)  # spaces that end a context count as the continuation's
+    for (value, greedy), n, (scores, top) in zip(
+        got, n_scored, plain_log_probs(model, ids), strict=True
+    ):
+        assert value == pytest.approx(scores[-n:].sum(), abs=1e-4)
+        assert greedy == top[-n:].all()
+    rolled = harness.loglikelihood_rolling([types.SimpleNamespace(args=("abc",))])
+    assert rolled[0] == pytest.approx(
+        plain_log_probs(model, [[256, *b"abc"]])[0][0].sum(), abs=1e-4
+    )
+    request = types.SimpleNamespace(args=("abc", {"max_gen_toks": 5, "until": ["\n\n"]}))
+    assert len(harness.generate_until([request])[0].encode()) <= 15
+
+
+def bytes_to_character(byte):
+    """GPT-2's spelling of a byte: itself where it is printable, else the next free code point."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [b for b in range(256) if b not in shown]
+    return chr(byte) if byte in shown else chr(256 + hidden.index(byte))
+
+
 def test_exact_lengths_decide_between_a_short_and_a_long_choice():
     rows = [evaluation.Choice("", 0, i, 1, "", text) for i, text in enumerate((" a", " bb"))]
     out = evaluation.summarise_task(rows, np.array([-2.0, -2.9]), np.array([1, 1]))["all"]
