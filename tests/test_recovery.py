@@ -237,3 +237,11 @@ def test_step_that_hangs_prints_all_stacks_and_ends_the_run(tmp_path):
     assert code == 1
     assert "Timeout" in error
     assert "train.py" in error
+
+
+@pytest.mark.slow
+def test_killed_three_times_at_random_moments_the_run_ends_bit_for_bit_the_same():
+    soak = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--kills", "3", "--steps", "60"]
+    report = json.loads(subprocess.run(soak, check=True, stdout=subprocess.PIPE).stdout)
+    assert sum(report["kills"].values()) == 3
+    assert report["bit_equal"] == {"steps": True, "evals": True, "state": True}
