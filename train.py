@@ -3,6 +3,7 @@
     python train.py                      the `tiny` preset on the embedded corpus, on a laptop
     python train.py --preset stage1      OLMo 3 7B pre-training, on a pod
     python train.py --preset stage1 --help    that preset's own values, every field a flag
+    python train.py --report RUN_DIR    where the run's time went, and its restarts
 
 Axes as in olmo3.py; A counts the micro-batches of gradient accumulation.
 
@@ -361,6 +362,7 @@ LIBTPU_FLAGS = {  # by the name of the TPU's generation
 }
 
 STOPPED = os.EX_TEMPFAIL  # exit code 75
+COLUMNS = ("start", "compile", "productive", "data", "save", "eval", "lost")  # of --report
 
 PEAK_FLOPS = {  # dense bfloat16 per JAX device, from the vendors' data sheets
     "TPU v4": 275e12,
@@ -845,7 +847,7 @@ def abstract_batch(config: RunConfig, mesh: Mesh) -> data.DeviceBatch:
     rows = (accumulation, config.batch_instances // accumulation)
     sharding = NamedSharding(mesh, P(None, ("data", "fsdp")))
 
-    def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:  # noqa: ANN401
+    def array(shape: tuple[int, ...], dtype: Any) -> Any:  # noqa: ANN401 - shapes pose as arrays
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     tokens = array((*rows, config.data.sequence_length), jnp.int32)
@@ -1451,6 +1453,50 @@ class Run:
             yield f"compiling; first step from {config.init or f'seed {config.seed}'}"
 
 
+def goodput(folder: Path) -> Iterator[str]:
+    """Where the seconds of a run went, a line for each time it was started, from metrics.jsonl.
+
+    Productive are steps that counted in the end, lost those that a later start did again; data is
+    the part of both that was waited for. Down is what no row covers, such as the time between two
+    starts.
+    """
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"report={folder}: no metrics.jsonl there; give the run_dir of a run"
+        )
+    starts: list[list[dict]] = []
+    for row in map(json.loads, path.read_text().splitlines()):
+        if row.get("event") == "start":
+            starts.append([])
+        if starts:
+            starts[-1].append(row)
+    kept, table = math.inf, []
+    for rows in reversed(starts):
+        seconds: dict[str, float] = dict.fromkeys(COLUMNS, 0.0)
+        seconds["start"] = rows[0]["start_seconds"]
+        for row in rows:
+            if "step_seconds" in row:
+                seconds["productive" if row["step"] < kept else "lost"] += row["step_seconds"]
+                seconds["data"] += row["data_seconds"]
+            elif "seconds" in row:
+                seconds[row.get("event", "eval")] += row["seconds"]
+        steps = [row["step"] for row in rows if "step_seconds" in row]
+        kept = min(kept, rows[0]["step"])
+        table.insert(0, (f"{steps[0]}-{steps[-1]}" if steps else "none", seconds))
+    yield f"{'steps':>15}" + "".join(f"{name:>12}" for name in COLUMNS)
+    for name, seconds in table:
+        yield f"{name:>15}" + "".join(f"{seconds[k]:12.1f}" for k in COLUMNS)
+    if table:
+        total = {k: sum(seconds[k] for _, seconds in table) for k in COLUMNS}
+        wall = starts[-1][-1]["time"] - starts[0][0]["time"] + starts[0][0]["start_seconds"]
+        down = wall - sum(total.values()) + total["data"]
+        yield (
+            f"goodput {total['productive'] / wall:.1%} of {wall:.1f} s, {len(starts) - 1} restarts,"
+            f" {total['lost']:.1f} s of steps lost, {down:.1f} s down"
+        )
+
+
 def parse(arguments: list[str]) -> RunConfig:
     """Reads `--preset NAME` and then any field of that preset.
 
@@ -1484,6 +1530,9 @@ def main(arguments: list[str]) -> int:
     """
     watch = None
     try:
+        if arguments[:1] == ["--report"]:
+            print(*goodput(Path(*arguments[1:])), sep="\n")
+            return 0
         config = parse(arguments)
         set_libtpu_flags(config.machine)
         if config.machine.aot:

@@ -103,6 +103,29 @@ def events(path):
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_report_counts_every_second_once_and_steps_done_twice_as_lost(tmp_path, capsys):
+    def step(number, time):
+        return {"step": number, "step_seconds": 2.0, "data_seconds": 0.5, "time": time}
+
+    rows = [
+        {"event": "start", "step": 1, "start_seconds": 4.0, "time": 104.0},
+        {"event": "compile", "step": 1, "seconds": 3.0, "time": 107.0},
+        *(step(k, 107.0 + 2 * k) for k in (1, 2, 3)),
+        {"event": "start", "step": 2, "start_seconds": 5.0, "time": 120.0},
+        *(step(k, 120.0 + 2 * (k - 1)) for k in (2, 3)),
+        {"event": "save", "step": 3, "seconds": 1.0, "time": 125.0},
+        {"step": 3, "eval": {}, "seconds": 2.0, "time": 127.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert train.main(["--report", str(tmp_path)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1] == ["1-3", "4.0", "3.0", "2.0", "1.5", "0.0", "0.0", "4.0"]
+    assert lines[2] == ["2-3", "5.0", "0.0", "4.0", "1.0", "1.0", "2.0", "0.0"]
+    # 27 s of wall time: 9 starting, 3 compiling, 6 productive, 1 saving, 2 evaluating, 4 lost.
+    said = "goodput 22.2% of 27.0 s, 1 restarts, 4.0 s of steps lost, 2.0 s down"
+    assert " ".join(lines[3]) == said
+
+
 def test_half_a_row_that_a_killed_run_left_is_removed(broken):
     with (broken / "metrics.jsonl").open("a") as file:
         file.write('{"step": 13, "lo')
