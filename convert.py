@@ -698,7 +698,11 @@ def write_item(
             name, options = ".".join(keys), {"store_data_equal_to_fill_value": True}
             arrays[name] = open_array(folder, name, create=True, metadata=layout, **options)
             if numbers is None or len(leaf.shape) < 2:
-                arrays[name].write(np.asarray((values or {}).get(name, 0), leaf.dtype)).result()
+                fill = np.asarray((values or {}).get(name, 0), leaf.dtype)
+                n, rows = (leaf.shape[0], layout["chunks"][0]) if inner else (0, 1)
+                cuts = [slice(i, min(i + rows, n)) for i in range(0, n, rows)] or [...]
+                for cut in cuts:  # what is written at once is in memory at once
+                    arrays[name][cut].write(fill).result()
         pairs = [{"key": k, "key_type": t} for k, t in zip(keys, types, strict=True)]
         metadata[str(tuple(keys))] = {"key_metadata": pairs, "value_metadata": value}
     writing = []
