@@ -70,7 +70,7 @@ def moment(run_dir: Path, n_before: int) -> str:
         return "save"
     if not new:
         return "before the start"
-    return {"start": "compile", "end": "exit"}.get(new[-1].get("event"), "step or evaluation")
+    return {"start": "compile", "end": "exit"}.get(new[-1].get("event", ""), "step or evaluation")
 
 
 def sums(run_dir: Path, step: int) -> dict:

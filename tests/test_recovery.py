@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from test_pod import free_port, start
 from test_train import SMALL, equal, final_state, rows_of, small
 
 import olmo3
@@ -239,6 +240,19 @@ def test_signal_saves_and_stops_and_the_run_goes_on_bit_for_bit(moment, finished
     evaluated = {row["step"] for row in events(run) if "eval" in row}
     assert evaluated == {6, 12}
     assert losses(run) == losses(finished)
+
+
+@pytest.mark.slow
+def test_signal_to_one_of_two_processes_makes_both_save_the_same_step(tmp_path):
+    port, more = free_port(), ("--steps", "100000", "--save-every-steps", "100000")
+    processes = [start(tmp_path, port, i, 2, *more) for i in range(2)]
+    wait_for(processes[0], tmp_path / "metrics.jsonl", '"step": 3')
+    processes[1].send_signal(signal.SIGTERM)
+    ends = [outcome(process) for process in processes]
+    assert [code for code, _ in ends] == [75, 75], ends
+    saves = [row["step"] for row in events(tmp_path) if row.get("event") == "save"]
+    assert len(saves) == 1
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(saves[0])]
 
 
 @pytest.mark.slow
