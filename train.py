@@ -186,6 +186,8 @@ class RunConfig:
     """So many steps in a row without a finite loss and gradient end the run."""
     machine: tyro.conf.OmitArgPrefixes[MachineConfig] = MachineConfig()
     """Topology, processes, profile."""
+    mirrors: tuple[Literal["wandb", "tensorboard"], ...] = ()
+    """Trackers that get a copy of metrics.jsonl; extras of the same names install them."""
     sample_tokens: int = 0
     """Tokens to print from the trained model at the end; byte vocabularies only."""
 
@@ -1070,7 +1072,8 @@ def initial_state(config: RunConfig, mesh: Mesh) -> TrainState:
 class Log:
     """metrics.jsonl, appended and flushed row by row, and one line of progress on the terminal."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, mirrors: evaluation.Mirrors):
+        self.mirrors = mirrors
         self.first = jax.process_index() == 0  # the others compute the same and write nothing
         path = folder / "metrics.jsonl" if self.first else Path(os.devnull)
         if path.is_file():  # a killed process may leave half a row
@@ -1088,6 +1091,8 @@ class Log:
     def write(self, row: dict[str, Any]) -> None:
         self.file.write(json.dumps(row | {"time": round(time.time(), 3)}) + "\n")
         self.file.flush()
+        if self.first and ("loss" in row or "eval" in row):
+            self.mirrors.write(row)
 
     def say(self, text: str) -> None:
         if self.first:
@@ -1214,6 +1219,9 @@ class Run:
             paths = data.list_files(config.data, "heldout")
         else:
             return None
+        local = [path for path in self.dataset.paths if Path(path).exists()]
+        for path in evaluation.shared_files(local, paths):
+            print(f"warning: {path} is in the training data: not held out", file=sys.stderr)
         rows = evaluation.prepare_heldout({"heldout": paths}, config.data)
         n = config.eval_documents
         n_bytes = None if rows.n_bytes is None else rows.n_bytes[:n]
@@ -1403,7 +1411,8 @@ class Run:
         A second call has nothing to do and says so.
         """
         config = self.config
-        with Log(config.run_dir) as log, self.manager, jax.set_mesh(self.mesh):
+        mirrors = evaluation.Mirrors(config.mirrors, config.run_dir, config_json(config))
+        with Log(config.run_dir, mirrors) as log, self.manager, jax.set_mesh(self.mesh):
             missing = self.evaluation_missing()
             if self.first_step > config.steps and not missing:
                 n = self.first_step - 1
