@@ -1072,9 +1072,9 @@ def initial_state(config: RunConfig, mesh: Mesh) -> TrainState:
 class Log:
     """metrics.jsonl, appended and flushed row by row, and one line of progress on the terminal."""
 
-    def __init__(self, folder: Path, mirrors: evaluation.Mirrors):
-        self.mirrors = mirrors
+    def __init__(self, folder: Path, mirrors: tuple[str, ...] = (), config: dict | None = None):
         self.first = jax.process_index() == 0  # the others compute the same and write nothing
+        self.mirrors = evaluation.Mirrors(mirrors if self.first else (), folder, config or {})
         path = folder / "metrics.jsonl" if self.first else Path(os.devnull)
         if path.is_file():  # a killed process may leave half a row
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
@@ -1091,7 +1091,7 @@ class Log:
     def write(self, row: dict[str, Any]) -> None:
         self.file.write(json.dumps(row | {"time": round(time.time(), 3)}) + "\n")
         self.file.flush()
-        if self.first and ("loss" in row or "eval" in row):
+        if "loss" in row or "eval" in row:
             self.mirrors.write(row)
 
     def say(self, text: str) -> None:
@@ -1411,8 +1411,8 @@ class Run:
         A second call has nothing to do and says so.
         """
         config = self.config
-        mirrors = evaluation.Mirrors(config.mirrors, config.run_dir, config_json(config))
-        with Log(config.run_dir, mirrors) as log, self.manager, jax.set_mesh(self.mesh):
+        log = Log(config.run_dir, config.mirrors, config_json(config))
+        with log, self.manager, jax.set_mesh(self.mesh):
             missing = self.evaluation_missing()
             if self.first_step > config.steps and not missing:
                 n = self.first_step - 1
