@@ -307,7 +307,8 @@ def splash(
     )
     ids = None if segments is None else splash_attention_kernel.SegmentIds(segments, segments)
     q, k, v = (rearrange(x, "B S N H -> B N S H") for x in (q, k, v))
-    return rearrange(jax.vmap(kernel)(q, k, v, ids), "B N S H -> B S N H")
+    y: Any = jax.vmap(kernel)(q, k, v, ids)
+    return rearrange(y, "B N S H -> B S N H")
 
 
 def attention(
@@ -720,7 +721,9 @@ def summed_loss(
 ) -> tuple[Float32[Array, ""], tuple[Float32[Array, ""], Float32[Array, ""]]]:
     """ce + z_weight * z summed over targets, for training, with the two sums beside it."""
     head = model.unembed.astype(jnp.float32)  # its gradient is; a no-op but for bfloat16 state
-    loss, sums = loss_of_head(head, hidden, targets, z_weight, model.config.loss_chunk)
+    # custom_vjp hides the type of what it returns.
+    result: Any = loss_of_head(head, hidden, targets, z_weight, model.config.loss_chunk)
+    loss, sums = result
     return loss, (sums[0], sums[1])
 
 

@@ -46,7 +46,7 @@ def our_step(dtype: str) -> Callable[[], None]:
         d_head=64,
         d_ff=704,
         windows=(256, 256, 256, None),
-        compute_dtype=dtype,
+        compute_dtype=dtype,  # pyright: ignore[reportArgumentType] - from the command line
         remat="none",
         loss_chunk=256,
     )
@@ -74,8 +74,8 @@ def our_step(dtype: str) -> Callable[[], None]:
 
 def peer_step(dtype: str) -> Callable[[], None]:
     """The same of transformers' Olmo3ForCausalLM under torch's AdamW."""
-    import torch
-    import transformers
+    import torch  # pyright: ignore[reportMissingImports] - a peer
+    import transformers  # pyright: ignore[reportMissingImports]
 
     config = transformers.Olmo3Config(
         vocab_size=VOCABULARY,
@@ -119,7 +119,7 @@ def first_step_seconds() -> float:
 
 def main() -> None:
     """Prints tokens per second and the time to the first step."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--peer", action="store_true", help="transformers and torch as well")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])

@@ -137,7 +137,8 @@ def dimensions(text: str) -> list[int]:
 def split_type(text: str) -> tuple[str, str]:
     """Cuts "TYPE opcode(...)" after the type, which may be a tuple."""
     if not text.startswith("("):
-        return tuple(text.split(" ", 1))
+        kind, _, rest = text.partition(" ")
+        return kind, rest
     depth = 0
     for i, c in enumerate(text):
         depth += (c == "(") - (c == ")")
@@ -214,7 +215,7 @@ class Program:
         }
         self.now = 0.0
         self.network_free = 0.0
-        self.seconds: collections.Counter[str] = collections.Counter()
+        self.seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
         self.flops: collections.Counter[str] = collections.Counter()
         self.rows: list[tuple[float, float, int, str, str, str]] = []
         self.transfers: list[Transfer] = []
@@ -249,6 +250,7 @@ class Program:
                 continue
             left, right = (dimensions(here[o].type) for o in x.operands[:2])
             labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", x.rest)
+            assert labels is not None, x.rest
             size = re.search(r"window=\{[^}]*size=([\dx]+)", x.rest)
             window = [int(n) for n in size[1].split("x")] if size else []
             pad = re.search(r"pad=([\dx_\-]+)", x.rest)
@@ -401,7 +403,9 @@ class Program:
 
     def traffic(self) -> dict[tuple[str, str, bool], tuple[int, int]]:
         """Calls and bytes per device by opcode, dtype and whether asynchronous."""
-        table: dict = collections.defaultdict(lambda: (0, 0))
+        table: collections.defaultdict[tuple, tuple[int, int]] = collections.defaultdict(
+            lambda: (0, 0)
+        )
         for t in self.transfers:
             key = (t.kind, t.dtype, t.asynchronous)
             table[key] = (table[key][0] + t.calls, table[key][1] + t.calls * t.n_bytes)
@@ -500,7 +504,7 @@ def estimate(text: str, step: Step) -> Iterator[str]:
     calls = [tiles(step.length, window) for window in step.model.windows]
     n_tiles = sum(calls) / len(calls) * step.model.n_heads * step.rows / step.micro_batches
     program = Program(text, chip, n_tiles, step.model.d_head)
-    seconds, parts = program.step_seconds, program.seconds.most_common()
+    seconds, parts = program.step_seconds, sorted(program.seconds.items(), key=lambda x: -x[1])
     yield (
         f"work        model {step.flops / 1e12:.1f} TFLOP a device; compiled"
         f" {program.flops['matmul'] / 1e12:.1f} in matmuls outside attention"

@@ -53,7 +53,7 @@ def compile_kernels(topology: str, head: int, window: int, tile: list[int]) -> N
             head_shards=1,
             q_seq_shards=1,
         )
-        return jax.vmap(splash)(q, k, v)
+        return jnp.asarray(jax.vmap(splash)(q, k, v))
 
     def total(*qkv: jax.Array) -> jax.Array:
         y = jax.shard_map(local, in_specs=P("x"), out_specs=P("x"), check_vma=False)(*qkv)
@@ -143,7 +143,7 @@ def measure(topology: str, head: int, tile: list[int]) -> str:
 
 def main() -> None:
     """Prints a line for every tile size asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("topology", help="absent TPU, such as tpu7x:2x2x1")
     parser.add_argument("--head", type=int, default=128, help="head dimension")
     parser.add_argument("--tiles", nargs="+", default=["1024,1024,512"], help="Q,KV,COMPUTE ...")

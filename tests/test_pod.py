@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,12 +100,13 @@ def test_fused_loss_and_its_gradients_equal_those_of_whole_logits(getkey):
         return jnp.sum((normaliser - chosen + 0.1 * normaliser**2) * seen)
 
     def fused(unembed, hidden):
-        return olmo3.loss_of_head(unembed, hidden, targets, 0.1, 16)[0]
+        result: Any = olmo3.loss_of_head(unembed, hidden, targets, 0.1, 16)
+        return result[0]
 
-    for function in (plain, fused):
-        value = jax.jit(jax.value_and_grad(function, (0, 1)))(model.unembed, hidden)
-        if function is plain:
-            want = value
+    want, value = (
+        jax.jit(jax.value_and_grad(function, (0, 1)))(model.unembed, hidden)
+        for function in (plain, fused)
+    )
     np.testing.assert_allclose(value[0], want[0], rtol=1e-6)
     for a, b in zip(value[1], want[1], strict=True):
         assert jax.typeof(a) == jax.typeof(b)
@@ -258,7 +260,9 @@ def test_tiny_step_compiles_for_an_absent_tpu_in_under_a_minute(tmp_path):
     report = dict(line.split(maxsplit=1) for line in run.stdout.splitlines() if line[:1] != " ")
     assert report["devices"].startswith("4 x TPU v5, mesh {'data': 1, 'fsdp': 4}; 2 sequences")
     assert report["HBM,"].endswith("fits")
-    assert float(re.search(r"(\d+) CPU s", report["compiled"])[1]) < 60
+    compiled = re.search(r"(\d+) CPU s", report["compiled"])
+    assert compiled is not None
+    assert float(compiled[1]) < 60
     kernels = set(re.findall(r"splash_mha_(fwd|dkv)", text.read_text()))
     assert kernels == {"fwd", "dkv"}
 
