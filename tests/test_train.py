@@ -399,3 +399,24 @@ def test_paths_of_checkpoints_are_found_and_refused_by_name(tmp_path):
         assert train.find_checkpoint(path) == (tmp_path / "checkpoints", 12)
     with pytest.raises(FileNotFoundError, match="no checkpoint there"):
         train.find_checkpoint(Path("nowhere"))
+
+
+@pytest.mark.slow
+def test_evaluation_in_the_loop_changes_no_loss_and_warns_of_trained_data(tmp_path, capsys):
+    source = token_files(tmp_path / "data")
+    ids = np.fromfile(source, "<u4")
+    ids[::20] = 256  # documents, so that there is something to evaluate
+    ids.tofile(source)
+    flags = [*SMALL, "--data.source", source, "--max-devices", "1", "--steps", "6"]
+    plain, evaluated = tmp_path / "plain", tmp_path / "evaluated"
+    assert train.main([*flags, "--run-dir", str(plain)]) == 0
+    assert "not held out" not in capsys.readouterr().err
+    watched = ["--heldout", source, "--eval-every-steps", "2", "--run-dir", str(evaluated)]
+    assert train.main([*flags, *watched]) == 0
+    assert f"{source} is in the training data: not held out" in capsys.readouterr().err
+    a, b = rows_of(plain), rows_of(evaluated)
+    assert [r["loss"] for r in a.values()] == [r["loss"] for r in b.values()]
+    assert [r["data_hash"] for r in a.values()] == [r["data_hash"] for r in b.values()]
+    assert equal(final_state(plain, 6), final_state(evaluated, 6))
+    lines = [json.loads(x) for x in (evaluated / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in lines if "eval" in row] == [2, 4, 6]
