@@ -159,12 +159,27 @@ def gather(w: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
     out of a matrix, the TPU compiler sums the whole gradient on every device instead of scattering.
     """
     n_shards = jax.typeof(w).sharding.mesh.shape["fsdp"]
-    shards = jax.lax.reshape(
-        w, (n_shards, w.shape[0] // n_shards, *w.shape[1:]), out_sharding=P("fsdp")
-    )
+    flat = (n_shards, w.shape[0] // n_shards, math.prod(w.shape[1:]))
+    shards = jax.lax.reshape(w, flat, out_sharding=P("fsdp"))
     reduced = P(reduced=frozenset({"data", "fsdp"}))
     whole = jax.lax.reshape(reshard(shards, reduced), w.shape, out_sharding=reduced)
     return whole.astype(dtype)
+
+
+def platform() -> str:
+    """Where the current mesh computes, even if its devices are absent: cpu, gpu or tpu."""
+    device = get_abstract_mesh().abstract_device
+    name = jax.default_backend() if device is None else device.platform
+    return "gpu" if name in ("cuda", "rocm") else name
+
+
+def apart(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
+    """Ends a fusion on TPU, in the forward and the backward pass.
+
+    The compiler likes to work a norm's sums into the neighbouring matmul, which then runs at half
+    speed: by its own estimate 2.2 ms a layer and step of the 7B on tpu7x.
+    """
+    return jax.lax.optimization_barrier(x) if platform() == "tpu" else x
 
 
 @jax.named_scope("norm")
@@ -257,13 +272,6 @@ def attention_mask(
     if segments is None:
         return mask[None]
     return mask[None] & (segments[:, :, None] == segments[:, None, :])
-
-
-def platform() -> str:
-    """Where the current mesh computes, even if its devices are absent: cpu, gpu or tpu."""
-    device = get_abstract_mesh().abstract_device
-    name = jax.default_backend() if device is None else device.platform
-    return "gpu" if name in ("cuda", "rocm") else name
 
 
 def attention_backend(config: ModelConfig, n_positions: int) -> str:
@@ -398,7 +406,7 @@ class Attention(eqx.Module):
         k = jnp.einsum("BSD,DKH->BSKH", x, gather(self.w_k, x.dtype))
         v = jnp.einsum("BSD,DKH->BSKH", x, gather(self.w_v, x.dtype))
         q, k, v = (rearrange(y, "B S N H -> B N S H") for y in (q, k, v))
-        q, k, v = (checkpoint_name(y, name) for y, name in ((q, "q"), (k, "k"), (v, "v")))
+        q, k, v = (apart(checkpoint_name(y, n)) for y, n in ((q, "q"), (k, "k"), (v, "v")))
         q = rms_norm(q, self.q_norm, eps, (1, 3))
         k = rms_norm(k, self.k_norm, eps, (1, 3))
         q, k = rotate(q, tuple(t * q_scale for t in table)), rotate(k, table)
@@ -457,13 +465,13 @@ class Block(eqx.Module):
         self, x: Float[Array, "B S D"], y: Float[Array, "B S N H"], eps: float
     ) -> Float[Array, "B S D"]:
         """The residual after attention, from what the heads read."""
-        return x + rms_norm(self.attn.output(y), self.attn_norm, eps)
+        return apart(x + rms_norm(self.attn.output(y), self.attn_norm, eps))
 
     def add_ffn(
         self, x: Float[Array, "B S D"], eps: float, place: int = 0
     ) -> Float[Array, "B S D"]:
         """The residual after the feed-forward layer; `place` in the pattern names activations."""
-        return x + rms_norm(self.ffn(x, place), self.ffn_norm, eps)
+        return apart(x + rms_norm(self.ffn(x, place), self.ffn_norm, eps))
 
 
 class Olmo3(eqx.Module):
@@ -546,6 +554,7 @@ def forward(
         x: Float[Array, "B S D"], blocks: tuple[Block, ...]
     ) -> tuple[Float[Array, "B S D"], tuple[Float[Array, "B S D"], ...] | None]:
         states = []
+        # Left alone, TPUs keep the stream with positions innermost: 1.0 ms more a layer and step.
         x = with_layout_constraint(x, Layout((0, 1, 2)))
         for i, (block, window) in enumerate(zip(blocks, config.windows, strict=True)):
             qkv = block.attn.project(x, tables[window is None], config.norm_eps, q_scale)

@@ -216,6 +216,7 @@ OLMO3_7B = olmo3.ModelConfig(
     rope_theta=500_000.0,
     norm_eps=1e-6,
     init_std=0.02,
+    remat="light",
 )
 
 STAGE1 = RunConfig(
@@ -237,6 +238,7 @@ STAGE1 = RunConfig(
     ),
     steps=1_413_814,  # one epoch
     batch_instances=512,  # 4,194,304 tokens
+    sequences_per_device=2,  # two micro-batches on 128 devices: room for the traffic to overlap
     eval_every_steps=10_000,
     save_every_steps=1000,
 )
@@ -353,6 +355,7 @@ PRESETS: dict[str, tuple[str, RunConfig]] = {
             ),
             steps=47_684,
             batch_instances=256,  # 2,097,152 tokens
+            sequences_per_device=2,
         ),
     ),
 }
