@@ -410,7 +410,8 @@ class Attention(eqx.Module):
         q = rms_norm(q, self.q_norm, eps, (1, 3))
         k = rms_norm(k, self.k_norm, eps, (1, 3))
         q, k = rotate(q, tuple(t * q_scale for t in table)), rotate(k, table)
-        return tuple(rearrange(y, "B N S H -> B S N H") for y in (q, k, v))
+        q, k, v = (rearrange(y, "B N S H -> B S N H") for y in (q, k, v))
+        return q, k, v
 
     def output(self, y: Float[Array, "B S N H"]) -> Float[Array, "B S D"]:
         """Mixes the heads back into the residual width."""
