@@ -129,10 +129,24 @@ class ModelConfig:
 
 
 def make_mesh(n_data: int = 1, n_fsdp: int | None = None, devices: list | None = None) -> Mesh:
-    """Makes the explicit ("data", "fsdp") mesh; the default shards over every device given."""
+    """Makes the explicit ("data", "fsdp") mesh; the default shards over every device given.
+
+    Slices of a multi-slice TPU job become rows of it, so that "fsdp" never leaves one.
+    """
     devices = jax.devices() if devices is None else devices
-    shape = (n_data, len(devices) // n_data if n_fsdp is None else n_fsdp)
-    return jax.make_mesh(shape, ("data", "fsdp"), (AxisType.Explicit,) * 2, devices=devices)
+    slices = [getattr(d, "slice_index", 0) if d.platform == "tpu" else 0 for d in devices]
+    names, n_slices = sorted(set(slices)), len(set(slices))
+    n_fsdp = len(devices) // n_data if n_fsdp is None else n_fsdp
+    if n_data % n_slices:
+        raise ValueError(
+            f"replicas={n_data} is not a multiple of the job's {n_slices} slices, none of which may"
+            f" share a copy of the state; pass --replicas {n_slices}"
+        )
+    kinds = (AxisType.Explicit,) * 2
+    parts = [[d for d, s in zip(devices, slices, strict=True) if s == name] for name in names]
+    shape = (n_data // n_slices, n_fsdp)
+    grids = [jax.make_mesh(shape, ("data", "fsdp"), kinds, devices=p).devices for p in parts]
+    return Mesh(np.concatenate(grids), ("data", "fsdp"), axis_types=kinds)
 
 
 def init_matrix(key: Key[Array, ""], std: float, *shape: int) -> Float32[Array, "..."]:
@@ -164,6 +178,8 @@ def gather(w: Float[Array, "..."], dtype: jnp.dtype, flat: bool = False) -> Floa
     n_rows, width = w.shape[0], math.prod(w.shape[1:])
     shards = jax.lax.reshape(w, (n_shards, n_rows // n_shards, width), out_sharding=P("fsdp"))
     shape = (n_rows, width) if flat else w.shape
+    # Backwards in this order: scattered within a replica first, so that only shards cross replicas.
+    shards = reshard(shards, P("fsdp", reduced=frozenset({"data"})))
     reduced = P(reduced=frozenset({"data", "fsdp"}))
     whole = jax.lax.reshape(reshard(shards, reduced), shape, out_sharding=reduced)
     return whole.astype(dtype)

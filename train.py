@@ -122,7 +122,9 @@ class MachineConfig:
     """Where the step runs and what is written about it; none of it changes a number."""
 
     aot: str = ""
-    """Compiles the step for this absent TPU topology, such as tpu7x:4x4x4, and reports."""
+    """Compiles the step for an absent TPU topology, such as tpu7x:4x4x4 or 2 slices,
+    tpu7x:4x4x4*2, and reports.
+    """
     hlo: Path | None = None
     """Where --aot writes the compiled program."""
     xla_flags: str = ""
@@ -872,7 +874,7 @@ def compile_ahead(config: RunConfig) -> int:
     """
     from benchmarks import hlo
 
-    devices = hlo.absent_devices(config.machine.aot, config.replicas)
+    devices = hlo.absent_devices(config.machine.aot)
     mesh = train_mesh(config, devices)
     lr = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
     with jax.set_mesh(mesh):

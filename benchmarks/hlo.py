@@ -310,6 +310,9 @@ class Program:
     def collective(self, here: dict[str, Instruction], x: Instruction) -> tuple[str, str, int]:
         """Opcode, dtype and bytes that one device takes in or gives away."""
         opcode = x.opcode.removesuffix("-start")
+        if opcode == "fusion":  # an all-reduce of which each device keeps its part
+            whole = sum(n_bytes(here[o].type) for o in x.operands if o in here)
+            return "reduce-scatter", ARRAY.findall(x.type)[0][0], whole
         inner = self.computations.get(x.attribute("to_apply") or x.attribute("calls") or "", {})
         for y in [] if opcode in COLLECTIVES else inner.values():
             if y.opcode.removesuffix("-start") in COLLECTIVES:
@@ -366,7 +369,7 @@ class Program:
                     self.walk(max(cost, key=cost.__getitem__), calls)
             elif x.opcode == "call" and callee:
                 self.walk(callee, calls)
-            elif base in COLLECTIVES or (base == "call" and inner in COLLECTIVES):
+            elif base in COLLECTIVES or (base in ("call", "fusion") and inner in COLLECTIVES):
                 if x.opcode.endswith(("-done", "-update")):
                     pending[x.name] = transfer = pending[x.operands[0]]
                     if x.opcode.endswith("-update"):
@@ -438,16 +441,17 @@ class Step:
     """Model FLOPs of one device."""
 
 
-def absent_devices(name: str, n_slices: int) -> list:
-    """Devices of a TPU topology, each of `n_slices`, that only the compiler knows."""
+def absent_devices(name: str) -> list:
+    """Devices of a TPU topology that only the compiler knows; NAME*2 is two slices of it."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU host to ask
-    slices = {"num_slices": n_slices} if n_slices > 1 else {}
+    name, _, count = name.partition("*")
+    slices = {"num_slices": int(count)} if count else {}
     try:
         return list(topologies.get_topology_desc(name, platform="tpu", **slices).devices)
     except Exception as error:  # the plugin raises whatever its C++ does
         raise ValueError(
             f"aot={name}: {str(error).splitlines()[0]}; give NAME:XxYxZ such as tpu7x:4x4x4 or"
-            ' v5p:2x2x1, and install the compiler with pip install -e ".[tpu]"'
+            ' v5p:2x2x1*2 (two slices), and install the compiler with pip install -e ".[tpu]"'
         ) from None
 
 

@@ -39,7 +39,7 @@ def compile_kernels(topology: str, head: int, window: int, tile: list[int]) -> N
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    devices = absent_devices(topology, 1)
+    devices = absent_devices(topology)
     mesh = jax.make_mesh((len(devices),), ("x",), devices=devices)
     mask = masks.LocalMask((LENGTH, LENGTH), (window - 1, 0), 0)
     if window == LENGTH:
