@@ -263,6 +263,11 @@ def test_tiny_step_compiles_for_an_absent_tpu_in_under_a_minute(tmp_path):
     compiled = re.search(r"(\d+) CPU s", report["compiled"])
     assert compiled is not None
     assert float(compiled[1]) < 60
+    moved = re.findall(r"^(all-gather|reduce-scatter) +\S+ GB of (\w+)", run.stdout, re.MULTILINE)
+    assert ("all-gather", "bf16") in moved
+    assert ("all-gather", "f32") not in moved
+    assert ("reduce-scatter", "f32") in moved
+    assert ("reduce-scatter", "bf16") not in moved
     kernels = set(re.findall(r"splash_mha_(fwd|dkv)", text.read_text()))
     assert kernels == {"fwd", "dkv"}
 
