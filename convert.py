@@ -51,6 +51,7 @@ from jaxtyping import Array, Float, Float32, Float64, Int32, Shaped
 
 import olmo3
 import train
+from tools import checkpoints
 
 # Our name -> Hugging Face's, OLMo-core's, their layout -> ours; linear layers are (out, in) there.
 LAYER_TENSORS = {
@@ -609,9 +610,9 @@ def open_array(folder: Path, leaf: str, **create: Any) -> ts.TensorStore:  # noq
 
 def open_checkpoint(path: Path) -> Source:
     """Opens our own checkpoint: a run, its folder of checkpoints (the newest), or a step."""
-    folder, step = train.find_checkpoint(path)
-    saved = train.saved_config(folder, step)
-    config = train.model_config(saved)
+    folder, step = checkpoints.find_checkpoint(path)
+    saved = checkpoints.saved_config(folder, step)
+    config = checkpoints.model_config(saved)
     array = functools.cache(lambda leaf: open_array(folder / str(step) / "model", leaf))
     problems, dtypes = [], set()
     for name in tensor_names(config):

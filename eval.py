@@ -1256,12 +1256,12 @@ def load_model(path: Path, **overrides: Any) -> tuple[olmo3.Olmo3, data.DataConf
         eos, pad = hf["eos_token_id"], hf.get("pad_token_id") or hf["eos_token_id"]
         ids = {"eos_id": eos, "pad_id": pad, "bos_id": hf.get("bos_token_id")}
         return model, data.DataConfig(source="", vocab_size=model.config.tokenizer_size, **ids)
-    import train
+    from tools import checkpoints
 
-    saved = train.saved_config(*train.find_checkpoint(path))["data"]
+    saved = checkpoints.saved_config(*checkpoints.find_checkpoint(path))["data"]
     known = {field.name for field in dataclasses.fields(data.DataConfig)} & saved.keys()
     config = data.DataConfig(**{name: saved[name] for name in known})
-    return train.restore_model(path, **overrides), config
+    return checkpoints.restore_model(path, **overrides), config
 
 
 def read_text(text: Text, trained_on: data.DataConfig) -> HeldOut:
@@ -1308,9 +1308,9 @@ def finish(result: dict, out: Path | None, record: Path | None = None) -> None:
     if out is not None:
         out.write_text(json.dumps(result, indent=1) + "\n")
     if record is not None:
-        import train
+        from tools import checkpoints
 
-        folder, step = train.find_checkpoint(record)
+        folder, step = checkpoints.find_checkpoint(record)
         flat = {
             name: {"primary": values["primary"], **values["groups"]["all"]}
             if "groups" in values

@@ -1,9 +1,9 @@
-"""The recipe: presets, schedule, optimizer, sharded step, checkpoints, loop.
+"""The recipe: presets, schedule, optimizer, sharded step, loop.
 
     python train.py                      the `tiny` preset on the embedded corpus, on a laptop
     python train.py --preset stage1      OLMo 3 7B pre-training, on a pod
     python train.py --preset stage1 --help    that preset's own values, every field a flag
-    python train.py --report RUN_DIR    where the run's time went, and its restarts
+    python train.py --report RUN_DIR     where the run's time went, and its restarts
 
 Axes as in olmo3.py; A counts the micro-batches of gradient accumulation.
 
@@ -16,40 +16,37 @@ Sources: OLMo-core src/scripts/official/OLMo3/OLMo-3-1025-7B-pretrain-{1,2}.py a
 for the numbers, src/olmo_core/optim and train_module.py for the arithmetic.
 """
 
+import contextlib
 import dataclasses
 import difflib
-import faulthandler
 import functools
 import json
 import math
 import os
-import signal
-import socket
-import socketserver
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TextIO, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import tyro
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float32, Int32, Key, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, Key
 
 import data
 import eval as evaluation
 import olmo3
+from tools import checkpoints, elastic, processes
+from tools.checkpoints import restore_model
+from tools.metrics import Log, report
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class MachineConfig:
-    """Where the step runs and what is written about it; none of it changes a number."""
+    """Where the step runs and what happens when that breaks; none of it changes a number."""
 
     aot: str = ""
     """Compiles the step for an absent TPU topology, such as tpu7x:4x4x4 or 2 slices,
@@ -139,8 +136,24 @@ class MachineConfig:
     """Seconds after which a process that is missing, or steps behind, ends all of them."""
     step_timeout: float = 1800.0
     """Seconds after which a step, save or evaluation counts as hung: prints all stacks, exits 1."""
+    supervise: int = 0
+    """Runs so many processes on this host, and starts them again when one fails."""
+    max_restarts: int = 10
+    """Failures in a row without a new checkpoint after which --supervise gives up."""
+    elastic: bool = False
+    """Survives lost devices inside the process, on Pathways or one host."""
+    min_devices: int = 0
+    """Waits for so many before it goes on; 0 is as many as at the start."""
+    snapshot_every_steps: int = 10
+    """Steps between --elastic's copies of the state in host memory."""
+    rehearse_loss: tuple[str, ...] = ()
+    """STEP:DEVICES words: takes devices away, or gives them back, at the start of these steps."""
     profile: int = 0
     """Steps to trace for xprof, from the third step on."""
+
+    def __post_init__(self) -> None:
+        if self.snapshot_every_steps < 1:
+            raise ValueError(f"snapshot_every_steps={self.snapshot_every_steps} must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -186,6 +199,10 @@ class RunConfig:
     """Checkpoint whose weights, and Adam moments if it has them, the run starts from."""
     max_nonfinite_steps: int = 5
     """So many steps in a row without a finite loss and gradient end the run."""
+    rollback_on_spike: int = 0
+    """After so many skipped steps in a row, goes back to the checkpoint before the first of them
+    and leaves out their batches; 0 never does.
+    """
     machine: tyro.conf.OmitArgPrefixes[MachineConfig] = MachineConfig()
     """Topology, processes, profile."""
     mirrors: tuple[Literal["wandb", "tensorboard"], ...] = ()
@@ -221,6 +238,17 @@ OLMO3_7B = olmo3.ModelConfig(
     remat="light",
 )
 
+OLMO_MIX = data.DataConfig(
+    source="OLMo-mix-0625-official.txt",
+    base="https://olmo-data.org",
+    sequence_length=8192,
+    seed=34_521,
+)
+
+BYTES = data.DataConfig(
+    source="stdlib", sequence_length=128, tokenizer="bytes", vocab_size=258, eos_id=256, pad_id=257
+)
+
 STAGE1 = RunConfig(
     run_dir=Path("runs/stage1"),
     model=OLMO3_7B,
@@ -232,12 +260,7 @@ STAGE1 = RunConfig(
         ),
         initial_count=1,
     ),
-    data=data.DataConfig(
-        source="OLMo-mix-0625-official.txt",
-        base="https://olmo-data.org",
-        sequence_length=8192,
-        seed=34_521,
-    ),
+    data=OLMO_MIX,
     steps=1_413_814,  # one epoch
     batch_instances=512,  # 4,194,304 tokens
     sequences_per_device=2,  # two micro-batches on 128 devices: room for the traffic to overlap
@@ -264,14 +287,7 @@ PRESETS: dict[str, tuple[str, RunConfig]] = {
                 loss_chunk=128,
             ),
             optim=OptimConfig(lr=4e-3, phases=(Phase(1, "cosine", 30, 300, 0.1),)),
-            data=data.DataConfig(
-                source="stdlib",
-                sequence_length=128,
-                tokenizer="bytes",
-                vocab_size=258,
-                eos_id=256,
-                pad_id=257,
-            ),
+            data=BYTES,
             steps=300,
             batch_instances=8,
             sequences_per_device=8,
@@ -291,13 +307,7 @@ PRESETS: dict[str, tuple[str, RunConfig]] = {
             optim=OptimConfig(
                 lr=3e-4, phases=(Phase(1, "cosine", 2000, 7262, 0.1),), initial_count=1
             ),
-            data=data.DataConfig(
-                source="OLMo-mix-0625-official.txt",
-                base="https://olmo-data.org",
-                sequence_length=8192,
-                seed=34_521,
-                filter_repetitions=True,
-            ),
+            data=dataclasses.replace(OLMO_MIX, filter_repetitions=True),
             steps=7262,  # 20 tokens for each of 190,354,176 non-embedding parameters
             batch_instances=64,  # 524,288 tokens
         ),
@@ -308,14 +318,7 @@ PRESETS: dict[str, tuple[str, RunConfig]] = {
             run_dir=Path("runs/7b-smoke"),
             model=dataclasses.replace(OLMO3_7B, n_layers=4),
             optim=OptimConfig(lr=3e-4, phases=(Phase(1, "cosine", 10, 1000, 0.1),)),
-            data=data.DataConfig(
-                source="stdlib",
-                sequence_length=2048,
-                tokenizer="bytes",
-                vocab_size=258,
-                eos_id=256,
-                pad_id=257,
-            ),
+            data=dataclasses.replace(BYTES, sequence_length=2048),
             steps=20,
             batch_instances=32,
             eval_documents=32,
@@ -349,11 +352,8 @@ PRESETS: dict[str, tuple[str, RunConfig]] = {
                 lr=0.00020712352850360292,
                 phases=(Phase(1, "linear", 0, horizon_steps=47_684, final_fraction=0.0),),
             ),
-            data=data.DataConfig(
-                source="OLMo-midtraining-mix-0625-100B.txt",
-                base="https://olmo-data.org",
-                sequence_length=8192,
-                seed=1337,
+            data=dataclasses.replace(
+                OLMO_MIX, source="OLMo-midtraining-mix-0625-100B.txt", seed=1337
             ),
             steps=47_684,
             batch_instances=256,  # 2,097,152 tokens
@@ -372,9 +372,6 @@ LIBTPU_FLAGS = {  # by the name of the TPU's generation
     ),
     "v5p": ("--xla_tpu_scoped_vmem_limit_kib=65536",),  # 93.8 ms a layer; 97.8 at half, 123.5 unset
 }
-
-STOPPED = os.EX_TEMPFAIL  # exit code 75
-COLUMNS = ("start", "compile", "productive", "data", "save", "eval", "lost")  # of --report
 
 PEAK_FLOPS = {  # dense bfloat16 per JAX device, from the vendors' data sheets
     "TPU v4": 275e12,
@@ -651,19 +648,50 @@ def train_mesh(config: RunConfig, devices: list | None = None) -> Mesh:
     return olmo3.make_mesh(config.replicas, devices=devices)
 
 
-def on_mesh(tree: Any, mesh: Mesh) -> Any:  # noqa: ANN401 - any tree of shapes
-    """Shapes with their shardings tied to a real mesh; orbax refuses abstract ones."""
+def remaining_mesh(config: RunConfig, devices: list, n_at_first: int) -> Mesh:
+    """The mesh on the most of the remaining devices that the batch divides over.
 
-    def pin(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, x.sharding.spec))
+    Whole copies of the state go first; when less than one is left, its shards grow.
+    """
+    shards = n_at_first // config.replicas
+    for n in range(len(devices), 0, -1):
+        with contextlib.suppress(ValueError):
+            fewer = dataclasses.replace(config, replicas=max(1, n // shards))
+            return train_mesh(fewer, devices[:n])
+    raise ValueError(f"batch_instances={config.batch_instances} does not divide over any devices")
 
-    return jax.tree.map(pin, tree)
+
+def fits_processes(config: RunConfig, n: int) -> bool:
+    """Whether a run divides over so many processes, as far as their number alone can say."""
+    sizes = (config.batch_instances, config.model.d_model, config.model.vocab_size)
+    return all(size % n == 0 for size in sizes)
 
 
 def abstract_state(config: RunConfig, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the state, without its memory."""
     with jax.set_mesh(mesh):
-        return on_mesh(jax.eval_shape(lambda: init_state(config, jax.random.key(0))), mesh)
+        shapes = jax.eval_shape(lambda: init_state(config, jax.random.key(0)))
+        return checkpoints.on_mesh(shapes, mesh)
+
+
+def initial_state(config: RunConfig, mesh: Mesh) -> TrainState:
+    """Random weights, or those of `config.init` with its Adam moments if it has any.
+
+    As in the reference's stage transitions (spec T18), moments and their counter carry over; step,
+    data position and the spike window start afresh.
+    """
+    if config.init is None:
+        return jax.jit(functools.partial(init_state, config))(jax.random.key(config.seed))
+    folder, step = checkpoints.find_checkpoint(config.init)
+    state = jax.jit(functools.partial(start_state, config))(restore_model(config.init, mesh))
+    if not (folder / str(step) / "optimizer").is_dir():
+        return state
+    want = abstract_state(config, mesh)
+    with checkpoints.open_checkpoints(folder) as manager:
+        pair = (want.optimizer, want.step)
+        optimizer, _ = checkpoints.restore_item(manager, step, "optimizer", pair)
+    checkpoints.verify(folder, step, optimizer, ".optimizer")
+    return eqx.tree_at(lambda s: s.optimizer.inner, state, optimizer.inner)
 
 
 def set_libtpu_flags(machine: MachineConfig) -> None:
@@ -680,142 +708,6 @@ def set_libtpu_flags(machine: MachineConfig) -> None:
         print(f"libtpu flags: {' '.join(filter(None, words[1:]))}", file=sys.stderr)
 
 
-class Watch:
-    """Ends every process with a message that names the culprit when one is missing or stuck.
-
-    JAX's own heartbeat only sees processes that die, and aborts without a name. Here each process
-    tells process 0 once a second which step it has started; in synchronous training all of them
-    wait for the slowest, so the one with the smallest step is the one that hangs. Process 0 listens
-    on the port behind the coordinator's.
-    """
-
-    DONE = 2**62
-
-    def __init__(self, machine: MachineConfig):
-        self.machine, self.step, self.begun = machine, 0, time.monotonic()
-        self.seen: dict[int, tuple[int, float]] = {}  # process -> its step, and since when
-        host, _, port = machine.coordinator.rpartition(":")
-        self.address = (host, int(port) + 1)
-        if machine.process_id == 0:
-            watch = self
-
-            class Handler(socketserver.StreamRequestHandler):
-                def handle(self) -> None:
-                    for line in self.rfile:
-                        verdict = watch.judge(*(int(word) for word in line.split()))
-                        self.wfile.write(f"{verdict}\n".encode())
-
-            server = socketserver.ThreadingTCPServer(("", self.address[1]), Handler)
-            server.daemon_threads = True
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-        self.thread = threading.Thread(target=self.tell, daemon=True)
-        self.thread.start()
-
-    def judge(self, process: int, step: int) -> str:
-        """Notes where a process is; returns what is wrong with any of them, or nothing."""
-        now, limit, n = time.monotonic(), self.machine.process_timeout, self.machine.n_processes
-        if self.seen.get(process, (-1,))[0] != step:
-            self.seen[process] = (step, now)
-        missing = [i for i in range(n) if i not in self.seen]
-        if missing:
-            late = now - self.begun > limit
-            return f"process {missing} of {n} did not start in {limit:g} s" if late else ""
-        slowest, fastest = min(self.seen.values())[0], max(self.seen.values())[0]
-        limit *= 10 if slowest == 0 else 1  # not yet at a step: compiling takes its time
-        stuck = [i for i, (s, since) in self.seen.items() if s == slowest and now - since > limit]
-        if slowest < fastest and stuck:
-            return f"process {stuck} of {n} did not get past step {slowest} in {limit:g} s"
-        return ""
-
-    def tell(self) -> None:
-        """Reports once a second until the end, and ends the process when told so."""
-        try:
-            verdict = self.converse()
-        except OSError as error:
-            verdict = f"process 0 is gone ({error})"
-        if verdict:
-            print(f"error: {verdict}; see --process-timeout", file=sys.stderr, flush=True)
-            if self.machine.process_id == 0:
-                time.sleep(3.0)  # until the others have heard it too
-            os._exit(1)  # the main thread may hang in a collective that never ends
-
-    def converse(self) -> str:
-        """Talks to process 0; returns what it finds wrong."""
-        with self.connect() as connection, connection.makefile("rw") as stream:
-            while True:
-                step = self.step
-                stream.write(f"{self.machine.process_id} {step}\n")
-                stream.flush()
-                answer = stream.readline()
-                if not answer and step != self.DONE:
-                    raise OSError("connection closed")
-                if answer.strip() or step == self.DONE:
-                    return answer.strip()
-                time.sleep(min(1.0, self.machine.process_timeout / 10))
-
-    def connect(self) -> socket.socket:
-        """Reaches process 0, which may start later than this one."""
-        while True:
-            try:
-                return socket.create_connection(self.address, self.machine.process_timeout)
-            except OSError:
-                if time.monotonic() - self.begun > self.machine.process_timeout:
-                    raise
-                time.sleep(0.2)
-
-    def close(self) -> None:
-        """Says that this process is done; process 0 stays until all are."""
-        self.step = self.DONE
-        self.thread.join()
-        while self.machine.process_id == 0 and min(self.seen.values())[0] < self.DONE:
-            time.sleep(0.1)
-
-
-class Signals:
-    """SIGTERM and SIGINT as a wish to stop: the first is noted, the second ends the process.
-
-    A thread reads what C writes of each signal, as Python's own handlers wait for XLA to return.
-    """
-
-    number = 0
-    """The first signal, or 0."""
-    interruptible = False
-    """Whether the first may break off what the main thread does, with KeyboardInterrupt."""
-
-    def __enter__(self) -> "Signals":
-        self.reader, self.writer = os.pipe()
-        os.set_blocking(self.writer, False)
-        self.old = {n: signal.signal(n, self.handle) for n in (signal.SIGTERM, signal.SIGINT)}
-        signal.set_wakeup_fd(self.writer)
-        threading.Thread(target=self.listen, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.old.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(-1)
-        os.close(self.writer)
-
-    def handle(self, number: int, _: object) -> None:
-        """Runs in the main thread, at some time after `listen` saw the signal or before."""
-        self.number = self.number or number
-        if self.interruptible:
-            raise KeyboardInterrupt
-
-    def listen(self) -> None:
-        """Notes signals as they come, until the pipe is closed."""
-        n_seen = 0
-        while number := int.from_bytes(os.read(self.reader, 1)):
-            n_seen += number in self.old
-            if n_seen > 1:
-                os._exit(128 + number)
-            if n_seen:
-                self.number = number
-                text = f"{signal.Signals(number).name}: saving, then stopping; again stops at once"
-                print(text, file=sys.stderr, flush=True)
-        os.close(self.reader)
-
-
 class Wish:
     """What a process wants to happen after a step; of several the largest counts."""
 
@@ -829,28 +721,6 @@ def strongest(mesh: Mesh, wish: int) -> Array | np.int32:
     sharding = NamedSharding(mesh, P(("data", "fsdp")))
     mine = np.full(1, wish, np.int32)
     return jnp.max(jax.make_array_from_callback((mesh.size,), sharding, lambda _: mine))
-
-
-def join_processes(machine: MachineConfig) -> Watch | None:
-    """Makes this process part of a larger job where there is one; must run before JAX looks for
-    devices.
-
-    With --coordinator by hand; on TPU pods, GKE and Slurm JAX finds the others itself.
-    """
-    if machine.coordinator:
-        watch = Watch(machine)
-        jax.distributed.initialize(
-            machine.coordinator,
-            machine.n_processes,
-            machine.process_id,
-            initialization_timeout=int(machine.process_timeout) + 60,  # Watch speaks first
-        )
-        return watch
-    hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")
-    sizes = [os.environ.get(k, "1") for k in ("MEGASCALE_NUM_SLICES", "SLURM_NTASKS")]
-    if not machine.aot and (len(hosts) > 1 or any(int(n) > 1 for n in sizes)):
-        jax.distributed.initialize(initialization_timeout=int(machine.process_timeout))
-    return None
 
 
 def abstract_batch(config: RunConfig, mesh: Mesh) -> data.DeviceBatch:
@@ -897,250 +767,36 @@ def config_json(config: RunConfig) -> dict:
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
-def open_checkpoints(folder: Path, config: RunConfig | None = None) -> ocp.CheckpointManager:
-    """Opens a folder of checkpoints, to read, or with a config to save as well.
-
-    One checkpoint is a directory named by its step with items model, optimizer and config. Orbax
-    writes to a temporary name and renames when all is on disk, so what has a step's name is
-    complete. Opened to save, what dead saves left is removed.
-    """
-    options = ocp.CheckpointManagerOptions(
-        cleanup_tmp_directories=config is not None,
-        max_to_keep=config.keep_last if config else None,
-        keep_period=config.keep_every_steps if config else None,
-        read_only=config is None,
-    )
-    handlers = {
-        "model": ocp.StandardCheckpointHandler(),
-        "optimizer": ocp.StandardCheckpointHandler(),
-        "config": ocp.JsonCheckpointHandler(filename="config.json"),
-    }
-    return ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handlers)
-
-
-def saved_config(folder: Path, step: int) -> dict:
-    """The configuration that travelled with a checkpoint."""
-    return json.loads((folder / str(step) / "config" / "config.json").read_text())
-
-
-@jax.jit
-def leaf_sums(tree: Any) -> list[UInt32[Array, ""]]:  # noqa: ANN401 - any tree of arrays
-    """Position-weighted sum of the bits of each leaf, modulo 2**32.
-
-    Weights are odd, so that a single flipped bit always shows. Sums of integers do not depend on
-    their order: another mesh finds the same numbers.
-    """
-
-    def bits(x: Array) -> UInt32[Array, ""]:
-        place = jnp.zeros((), jnp.uint32)
-        for axis, size in enumerate(x.shape):
-            sharding = jax.typeof(x).sharding
-            iota = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=sharding)
-            place = place * jnp.uint32(size) + iota
-        word = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-        values = jax.lax.bitcast_convert_type(x, word).astype(jnp.uint32)
-        return jnp.sum(values * (2 * place + 1), dtype=jnp.uint32)
-
-    return [bits(x) for x in jax.tree.leaves(tree)]
-
-
-def checksums(tree: Any) -> dict[str, int]:  # noqa: ANN401 - any tree of arrays
-    """The sum of each leaf by its name."""
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    return dict(zip(names, map(int, leaf_sums(tree)), strict=True))
-
-
-def save(manager: ocp.CheckpointManager, state: TrainState, step: int, about: dict) -> None:
-    """Starts an asynchronous save of the whole state and of the JSON `about` it."""
-    items = ocp.args.Composite(
-        model=ocp.args.StandardSave(state.model),
-        optimizer=ocp.args.StandardSave((state.optimizer, state.step)),
-        config=ocp.args.JsonSave(about | {"checksums": checksums(state)}),
-    )
-    if not manager.save(step, args=items):
-        raise RuntimeError(f"{manager.directory}: a checkpoint of step {step} or later is there")
-
-
-def restore(manager: ocp.CheckpointManager, config: RunConfig, mesh: Mesh, step: int) -> TrainState:
-    """Reads the whole state onto a mesh, which need not be the one it was saved from.
-
-    TensorStore does not notice a flipped bit, so the state's sums are compared with those saved.
-    """
-    want = abstract_state(config, mesh)
-    items = ocp.args.Composite(
-        model=ocp.args.StandardRestore(want.model),
-        optimizer=ocp.args.StandardRestore((want.optimizer, want.step)),
-    )
-    items = manager.restore(step, args=items)
-    state = TrainState(items["model"], *items["optimizer"])
-    saved = saved_config(Path(manager.directory), step)["checksums"]
-    with jax.set_mesh(mesh):
-        wrong = [name for name, value in checksums(state).items() if saved.get(name) != value]
-    if wrong or int(state.step) != step:
-        raise RuntimeError(f"the data of {', '.join(wrong) or 'another step'} is damaged")
-    return state
-
-
-def find_checkpoint(path: Path) -> tuple[Path, int]:
-    """Folder of checkpoints and step that a path means: a run, its checkpoints, or one of them."""
-    for folder in (path / "checkpoints", path):
-        steps = [
-            int(p.name) for p in folder.glob("*") if p.name.isdigit() and (p / "model").is_dir()
-        ]
-        if steps:
-            return folder, max(steps)
-    if path.name.isdigit() and (path / "model").is_dir():
-        return path.parent, int(path.name)
-    raise FileNotFoundError(
-        f"{path}: no checkpoint there; give a run, its checkpoints folder or one step of it"
-    )
-
-
-def model_config(saved: dict) -> olmo3.ModelConfig:
-    """The model's configuration out of a saved one."""
-    fields: dict[str, Any] = dict(saved["model"], windows=tuple(saved["model"]["windows"]))
-    if fields["yarn"] is not None:
-        fields["yarn"] = olmo3.YarnConfig(**fields["yarn"])
-    return olmo3.ModelConfig(**fields)
-
-
-def restore_model(path: Path, mesh: Mesh | None = None, **overrides: Any) -> olmo3.Olmo3:  # noqa: ANN401
-    """Reads the weights of a checkpoint, and nothing else, onto a mesh (by default of all devices).
-
-    `overrides` replace fields of the model's configuration that change no weight, such as
-    compute_dtype.
-    """
-    folder, step = find_checkpoint(path)
-    config = dataclasses.replace(model_config(saved_config(folder, step)), **overrides)
-    mesh = olmo3.make_mesh() if mesh is None else mesh
-    with jax.set_mesh(mesh):
-        want = jax.eval_shape(lambda: olmo3.Olmo3(config, jax.random.key(0)))
-    with open_checkpoints(folder) as manager:
-        items = ocp.args.Composite(model=ocp.args.StandardRestore(on_mesh(want, mesh)))
-        return manager.restore(step, args=items)["model"]
-
-
-def check_same_run(saved: dict, now: dict) -> list[str]:
-    """Changes from a saved configuration that a resumed run may make, as "field: old -> new".
-
-    Raises ValueError naming every field whose change would make it another model. What changes the
-    order of the data is refused by `data.resumed`.
-    """
-    free = {"model.remat", "model.loss_chunk", "model.compute_dtype"}
-
-    def flat(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-        for key, value in tree.items():
-            if isinstance(value, dict):
-                yield from flat(value, f"{prefix}{key}.")
-            else:
-                yield prefix + key, value
-
-    old, new = dict(flat(saved)), dict(flat(now))
-    changes = {k: f"{k}: {old[k]} -> {v}" for k, v in new.items() if k in old and old[k] != v}
-    refused = [
-        text for key, text in changes.items() if key.startswith("model.") and key not in free
-    ]
-    if refused:
-        raise ValueError(
-            f"the checkpoint is of another run ({'; '.join(refused)}); restore the old values, use"
-            " a new --run-dir, or start from its weights with --init"
-        )
-    return list(changes.values())
-
-
-def check_same_weights(saved: dict, now: dict) -> None:
-    """Raises ValueError unless weights saved under one configuration have the shapes of another."""
-    shape = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff")
-    old, new = saved["model"], now["model"]
-    wrong = [f"model.{k}: {old[k]} there, {new[k]} here" for k in shape if old[k] != new[k]]
-    if len(old["windows"]) != len(new["windows"]):
-        wrong.append(f"model.windows: {old['windows']} there, {new['windows']} here")
-    if wrong:
-        raise ValueError(f"init: the checkpoint is of another model ({'; '.join(wrong)})")
-
-
-def initial_state(config: RunConfig, mesh: Mesh) -> TrainState:
-    """Random weights, or those of `config.init` with its Adam moments if it has any.
-
-    As in the reference's stage transitions (spec T18), moments and their counter carry over; step,
-    data position and the spike window start afresh.
-    """
-    if config.init is None:
-        return jax.jit(functools.partial(init_state, config))(jax.random.key(config.seed))
-    model = restore_model(config.init, mesh)
-    folder, step = find_checkpoint(config.init)
-    state = jax.jit(functools.partial(start_state, config))(model)
-    if not (folder / str(step) / "optimizer").is_dir():
-        return state
-    want = abstract_state(config, mesh)
-    with open_checkpoints(folder) as manager:
-        items = ocp.args.Composite(optimizer=ocp.args.StandardRestore((want.optimizer, want.step)))
-        optimizer, _ = manager.restore(step, args=items)["optimizer"]
-    return eqx.tree_at(lambda s: s.optimizer.inner, state, optimizer.inner)
-
-
-class Log:
-    """metrics.jsonl, appended and flushed row by row, and one line of progress on the terminal."""
-
-    def __init__(self, folder: Path, mirrors: tuple[str, ...] = (), config: dict | None = None):
-        self.first = jax.process_index() == 0  # the others compute the same and write nothing
-        self.mirrors = evaluation.Mirrors(mirrors if self.first else (), folder, config or {})
-        path = folder / "metrics.jsonl" if self.first else Path(os.devnull)
-        if path.is_file():  # a killed process may leave half a row
-            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-        self.file: TextIO = path.open("a")
-        self.live = sys.stderr.isatty()
-        self.last_shown = 0.0
-
-    def __enter__(self) -> "Log":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-
-    def write(self, row: dict[str, Any]) -> None:
-        self.file.write(json.dumps(row | {"time": round(time.time(), 3)}) + "\n")
-        self.file.flush()
-        if "loss" in row or "eval" in row:
-            self.mirrors.write(row)
-
-    def say(self, text: str) -> None:
-        if self.first:
-            print(f"\r\x1b[K{text}" if self.live else text, file=sys.stderr, flush=True)
-
-    def progress(self, text: str, force: bool) -> None:
-        """Shows the newest line: rewritten in place on a terminal, every ten seconds elsewhere."""
-        if not self.first:
-            return
-        if self.live:
-            print(f"\r\x1b[K{text}", end="\n" if force else "", file=sys.stderr, flush=True)
-        elif force or time.monotonic() - self.last_shown > 10:
-            self.last_shown = time.monotonic()
-            print(text, file=sys.stderr, flush=True)
-
-
-def show(x: float | str, spec: str) -> str:
-    """A number in a format, or what stands for a missing one."""
-    return x if isinstance(x, str) else format(x, spec)
+# One function for all runs and attempts of a process: a mesh that was in use needs no compilation.
+compiled_step = jax.jit(train_step, static_argnums=0, donate_argnums=1)
 
 
 class Run:
     """A prepared run: everything the user could have got wrong has been checked."""
 
     def __init__(
-        self, config: RunConfig, watch: Watch | None = None, signals: Signals | None = None
+        self,
+        config: RunConfig,
+        watch: processes.Watch | None = None,
+        signals: processes.Signals | None = None,
+        recovery: elastic.Recovery | None = None,
     ):
-        self.config, self.watch, self.signals = config, watch, signals or Signals()
+        self.config, self.watch, self.signals = config, watch, signals or processes.Signals()
         self.begun = self.clock = time.perf_counter()
-        self.tracing, self.damaged = False, {}
-        self.folder = config.run_dir / "checkpoints"
-        self.mesh = train_mesh(config)
+        self.tracing, self.n_skipped = False, 0
+        self.hourglass = processes.Hourglass(config.machine.step_timeout)
+        self.recovery = recovery or elastic.Recovery(config.machine)
+        devices = self.recovery.begin()
+        if self.recovery.cause:
+            self.mesh = remaining_mesh(config, devices, self.recovery.n_at_first)
+        else:
+            self.mesh = train_mesh(config, devices)
+        self.recovery.use(self.mesh)
         self.accumulation = micro_batches(config, self.mesh.size)
         self.dataset = data.open_dataset(config.data)
         self.heldout = self.prepare_heldout()
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        self.n_leftovers = len([*self.folder.glob("*.orbax-checkpoint-tmp*")])
-        self.manager = open_checkpoints(self.folder, config)
+        self.store = checkpoints.Store(config.run_dir / "checkpoints", config)
         self.choose()
         if config.resume == "none" and self.first_step > 1:
             raise ValueError(
@@ -1148,76 +804,59 @@ class Run:
                 f" {self.first_step - 1}; use a new --run-dir or remove the old one"
             )
         if config.init is not None:
-            check_same_weights(saved_config(*find_checkpoint(config.init)), config_json(config))
-        kind = self.mesh.devices.flat[0].device_kind
-        self.peak_flops = PEAK_FLOPS.get(kind)
-        tokens = config.batch_instances * config.data.sequence_length
-        self.batch_tokens = tokens
-        self.step_flops = tokens * olmo3.flops_per_token(config.model, config.data.sequence_length)
+            saved = checkpoints.saved_config(*checkpoints.find_checkpoint(config.init))
+            checkpoints.check_same_weights(saved, config_json(config))
+        self.peak_flops = PEAK_FLOPS.get(self.mesh.devices.flat[0].device_kind)
+        length = config.data.sequence_length
+        self.batch_tokens = config.batch_instances * length
+        self.step_flops = self.batch_tokens * olmo3.flops_per_token(config.model, length)
 
     def choose(self) -> None:
-        """Puts the run behind the newest checkpoint not known to be damaged, or at its start."""
-        config, old, step = self.config, None, 0
-        for step in sorted(set(self.manager.all_steps()) - set(self.damaged), reverse=True):
-            try:
-                old = saved_config(self.folder, step)
-                break
-            except (OSError, ValueError) as error:
-                self.damaged[step] = error
-        if old is None and self.damaged:
-            reasons = "; ".join(f"{k}: {v!s:.300}" for k, v in self.damaged.items())
-            raise RuntimeError(
-                f"{self.folder}: no checkpoint can be loaded ({reasons}); none was touched: repair"
-                " one, or start anew with another --run-dir"
-            )
-        self.first_step, self.changes, cursor, self.tokens_before = 1, [], None, 0
-        if old is not None:
-            self.first_step, self.tokens_before = step + 1, old["tokens_seen"]
-            self.changes = check_same_run(old, config_json(config))
-            cursor = data.Cursor(**old["cursor"])
-        self.loader = data.Loader(
-            self.dataset, config.data, config.batch_instances, cursor, config.allow_data_change
-        )
+        """Puts the run behind the newest checkpoint or snapshot that can be used, or at its start.
+
+        After a spike that is one before it, and the batches up to its end are left out.
+        """
+        config, snapshot, back = self.config, self.recovery.snapshots.newest, self.recovery.rollback
+        if back is not None:
+            late = [step for step in self.store.manager.all_steps() if step > back.good]
+            self.store.unusable |= dict.fromkeys(late, back)
+        step, about = self.store.newest()
+        self.source = "checkpoint" if step else "the start"
+        if snapshot is not None and snapshot.step >= step:
+            step, about, self.source = snapshot.step, snapshot.about, "snapshot"
+        self.first_step, self.changes, cursor, self.tokens_before = step + 1, [], None, 0
+        if about:
+            self.tokens_before = about["tokens_seen"]
+            self.changes = checkpoints.check_same_run(about, config_json(config))
+            cursor = data.Cursor(**about["cursor"])
+        loader = functools.partial(data.Loader, self.dataset, config.data, config.batch_instances)
+        self.loader = loader(cursor, config.allow_data_change)
+        if back is not None:
+            cursor = self.loader.cursor(step)
+            batches = cursor.batches + back.bad - step
+            self.loader = loader(dataclasses.replace(cursor, batches=batches))
 
     def recover(self, log: Log) -> TrainState:
-        """The state to start from: of the newest checkpoint that can be loaded, if there is any.
+        """The state to start from: of the newest snapshot or checkpoint that can be loaded, if any.
 
-        Only when an older one has been loaded are damaged newer ones put aside, so that their
-        numbers can be saved again.
+        Only then are checkpoints that cannot be used put aside.
         """
-        while self.first_step > 1:
-            step, state = self.first_step - 1, None
-            try:
-                state = restore(self.manager, self.config, self.mesh, step)
-            except jax.errors.JaxRuntimeError:  # out of memory and the like
-                raise
-            except Exception as error:  # Orbax raises anything, even Exception itself
-                self.damaged[step] = error
-            loaded = np.array(state is not None)
-            if jax.process_count() > 1 and not multihost_utils.process_allgather(loaded).all():
-                self.damaged.setdefault(step, RuntimeError("another process cannot load it"))
-                state = None
-            if state is not None:
-                self.put_aside(log)
-                return state
-            self.choose()
-        return initial_state(self.config, self.mesh)
-
-    def put_aside(self, log: Log) -> None:
-        """Renames damaged checkpoints and says so."""
-        for step, error in self.damaged.items():
-            path = self.folder / f"{step}.damaged-{int(time.time())}"
-            if log.first:
-                (self.folder / str(step)).rename(path)
-            log.write({"event": "damaged", "step": step, "error": str(error)})
+        state, want = None, abstract_state(self.config, self.mesh)
+        if self.source == "snapshot":
+            host = cast(elastic.Snapshot, self.recovery.snapshots.newest).state
+            return jax.tree.map(lambda x, w: jax.device_put(x.copy(), w.sharding), host, want)
+        while state is None and self.first_step > 1:
+            state = self.store.load(want, self.first_step - 1)
+            if state is None:
+                self.choose()
+        for step, why, path in self.store.put_aside():
+            log.write({"event": "put aside", "step": step, "error": why})
             log.say(
-                f"warning: checkpoint {step} cannot be loaded ({error!s:.300}); going on from"
+                f"warning: checkpoint {step} cannot be used ({why:.300}); going on from"
                 f" {self.first_step - 1}; it is kept as {path}"
             )
-        if self.damaged and jax.process_count() > 1:
-            multihost_utils.sync_global_devices("damaged checkpoints are renamed")
-        self.damaged = {}
-        self.manager.reload()
+        self.recovery.rollback = None
+        return initial_state(self.config, self.mesh) if state is None else state
 
     def prepare_heldout(self) -> evaluation.HeldOut | None:
         """The documents that evaluations measure, or None where there are none to be had."""
@@ -1246,14 +885,13 @@ class Run:
         cursor = dataclasses.asdict(self.loader.cursor(step))
         return config_json(self.config) | {"cursor": cursor, "tokens_seen": self.tokens_seen(step)}
 
-    def report(
+    def record(
         self, log: Log, step: int, lr: float, metrics: dict[str, Array], times: dict
     ) -> None:
-        """Writes the row of a step, shows it, and ends the run if the step gives reason to."""
+        """Writes the row of a step, shows it, and ends the attempt if the step gives reason to."""
         config, value = self.config, {k: v.item() for k, v in metrics.items() if v.ndim == 0}
         data_hash = data.format_hash(metrics["data_hash"])
         expected = data.format_hash(data.instance_hash(self.loader.instance_ids(step)))
-        speed = self.batch_tokens / times["step_seconds"]
         flops = self.step_flops / times["step_seconds"] / self.mesh.size
         row = {
             "step": step,
@@ -1261,18 +899,18 @@ class Run:
             "lr": lr,
             "step_skipped": value["step_skipped"],
             "tokens_seen": self.tokens_seen(step),
-            "tokens_per_second": speed,
+            "tokens_per_second": self.batch_tokens / times["step_seconds"],
             "mfu": flops / self.peak_flops if self.peak_flops else "n/a",
             "data_hash": data_hash,
             **times,
         }
         log.write(row)
-        eta = (config.steps - step) * times["step_seconds"]
+        minutes, seconds = divmod(int((config.steps - step) * times["step_seconds"]), 60)
+        mfu = row["mfu"] if isinstance(row["mfu"], str) else f"{row['mfu']:.1%}"
         log.progress(
             f"step {step}/{config.steps}  loss {row['loss']:.4f}  grad {row['grad_norm']:.3f}"
-            f"  lr {lr:.2e}  {speed:,.0f} tok/s  mfu {show(row['mfu'], '.1%')}"
-            f"  eta {int(eta) // 60}:{int(eta) % 60:02d}"
-            + ("  SKIPPED" if row["step_skipped"] else ""),
+            f"  lr {lr:.2e}  {row['tokens_per_second']:,.0f} tok/s  mfu {mfu}"
+            f"  eta {minutes}:{seconds:02d}" + ("  SKIPPED" if row["step_skipped"] else ""),
             force=step == config.steps,
         )
         if data_hash != expected:
@@ -1280,6 +918,9 @@ class Run:
                 f"data_hash={data_hash} at step {step}, but the order says {expected}: the devices"
                 " got other instances than this step's; the loader is at fault"
             )
+        self.n_skipped = self.n_skipped + 1 if row["step_skipped"] else 0
+        if 0 < config.rollback_on_spike <= self.n_skipped:
+            raise checkpoints.Rollback(step - self.n_skipped, step)
         if value["n_nonfinite"] >= config.max_nonfinite_steps:
             raise RuntimeError(
                 f"loss or gradient norm not finite for {value['n_nonfinite']} steps up to step"
@@ -1323,85 +964,68 @@ class Run:
 
     def save(self, log: Log, step: int, state: TrainState) -> None:
         """Starts to save a step, unless it is saved; waits for the save before to be complete."""
-        if self.manager.latest_step() == step:
-            return
         began = time.perf_counter()
-        self.check_saves(lambda: save(self.manager, state, step, self.about(step)))
-        self.saved_at = time.monotonic()
-        log.write({"event": "save", "step": step, "seconds": time.perf_counter() - began})
-
-    def check_saves(self, act: Callable[[], None]) -> None:
-        """Does what shows errors of saving, also of those in the background, and names the path."""
-        try:
-            act()
-        except jax.errors.JaxRuntimeError:
-            raise
-        except Exception as error:
-            kept = sorted(int(p.name) for p in self.folder.iterdir() if p.name.isdigit())
-            raise RuntimeError(
-                f"{self.folder}: saving failed ({error}); the checkpoints {kept} are intact: make"
-                " room or repair the disk, then the same command goes on"
-            ) from error
+        self.hourglass.turn(f"saving step {step} to {self.store.folder}")
+        if self.store.save(state, step, self.about(step)):
+            self.saved_at = time.monotonic()
+            log.write({"event": "save", "step": step, "seconds": time.perf_counter() - began})
 
     def finish(self, log: Log, done: tuple[int, float, dict, Array | np.int32], wait: float) -> int:
         """Waits for a step and writes its row; returns what the processes wished behind it."""
         step, lr, metrics, wish = done
         jax.block_until_ready(metrics)
         now = time.perf_counter()
-        self.report(
-            log, step, lr, metrics, {"step_seconds": now - self.clock, "data_seconds": wait}
-        )
+        times = {"step_seconds": now - self.clock, "data_seconds": wait}
         self.clock = now
-        self.check_saves(self.manager.check_for_errors)
+        self.record(log, step, lr, metrics, times)
+        if row := self.recovery.account(self.first_step, self.source):
+            log.write(row)
+        self.store.check()
         return int(wish)
-
-    def watchdog(self) -> None:
-        """Ends the process with all stacks unless this is called again within the time limit."""
-        limit = self.config.machine.step_timeout
-        faulthandler.dump_traceback_later(
-            limit, exit=True, file=2
-        )  # also where a test took sys.stderr
 
     def loop(self, log: Log, state: TrainState) -> tuple[TrainState, bool]:
         """Trains to the last step, or until told to stop; returns the state, and whether it was."""
         config, first = self.config, self.first_step
         wish, pending, self.saved_at = Wish.NOTHING, None, time.monotonic()
         sharding = NamedSharding(self.mesh, P(None, ("data", "fsdp")))
-        stream = data.Stream(self.loader, sharding, self.accumulation, first, config.steps)
-        step_function = jax.jit(functools.partial(train_step, config), donate_argnums=0)
-        for step in range(first, config.steps + 1):
-            self.watchdog()
-            self.trace(step - first)
-            batch, lr, began = stream.get(step), learning_rate(config.optim, step), self.clock
-            state, metrics = step_function(state, batch, jnp.float32(lr))
-            if step == first:
+        reader = data.Stream(self.loader, sharding, self.accumulation, first, config.steps)
+        with contextlib.closing(reader) as stream:
+            for step in range(first, config.steps + 1):
+                self.hourglass.turn(f"step {step}")
+                if pending is None:
+                    self.recovery.boundary(step, state, self.about)
+                self.trace(step - first)
+                batch, lr, began = stream.get(step), learning_rate(config.optim, step), self.clock
+                state, metrics = compiled_step(config, state, batch, jnp.float32(lr))
+                if step == first:
+                    self.clock = time.perf_counter()
+                    log.write({"event": "compile", "step": step, "seconds": self.clock - began})
+                if self.watch is not None:
+                    self.watch.step = step
+                overdue = time.monotonic() - self.saved_at > 60 * config.save_every_minutes
+                mine = Wish.STOP if self.signals.number else Wish.SAVE if overdue else Wish.NOTHING
+                # The row of the step before is written while this one runs.
+                wish = self.finish(log, pending, stream.data_seconds) if pending else Wish.NOTHING
+                pending = (step, lr, metrics, strongest(self.mesh, mine))
+                save_due, eval_due = (
+                    step == config.steps or step % every == 0
+                    for every in (config.save_every_steps, config.eval_every_steps)
+                )
+                due = save_due or eval_due or self.recovery.due(step + 1)
+                if not (due or wish or step == first):
+                    continue
+                wish, pending = max(wish, self.finish(log, pending, stream.data_seconds)), None
+                if save_due or wish:
+                    self.save(log, step, state)
+                self.hourglass.turn(f"evaluation at step {step}")
+                if eval_due and wish < Wish.STOP and not self.evaluate(log, step, state):
+                    wish = Wish.STOP
+                    self.save(log, step, state)
+                if wish == Wish.STOP:
+                    break
                 self.clock = time.perf_counter()
-                log.write({"event": "compile", "step": step, "seconds": self.clock - began})
-            if self.watch is not None:
-                self.watch.step = step
-            overdue = time.monotonic() - self.saved_at > 60 * config.save_every_minutes
-            mine = Wish.STOP if self.signals.number else Wish.SAVE if overdue else Wish.NOTHING
-            # The row of the step before is written while this one runs.
-            wish = self.finish(log, pending, stream.data_seconds) if pending else Wish.NOTHING
-            pending = (step, lr, metrics, strongest(self.mesh, mine))
-            save_due, eval_due = (
-                step == config.steps or step % every == 0
-                for every in (config.save_every_steps, config.eval_every_steps)
-            )
-            if not (save_due or eval_due or wish or step == first):
-                continue
-            wish, pending = max(wish, self.finish(log, pending, stream.data_seconds)), None
-            self.watchdog()
-            if save_due or wish:
-                self.save(log, step, state)
-            if eval_due and wish < Wish.STOP and not self.evaluate(log, step, state):
-                wish = Wish.STOP
-                self.save(log, step, state)
-            if wish == Wish.STOP:
-                break
-            self.clock = time.perf_counter()
-        self.check_saves(self.manager.wait_until_finished)
-        stream.close()
+        self.hourglass.turn(f"saving to {self.store.folder}")
+        self.store.check(wait=True)
         self.trace(-1)
         return state, wish == Wish.STOP
 
@@ -1422,33 +1046,35 @@ class Run:
         """
         config = self.config
         log = Log(config.run_dir, config.mirrors, config_json(config))
-        with log, self.manager, jax.set_mesh(self.mesh):
-            missing = self.evaluation_missing()
-            if self.first_step > config.steps and not missing:
-                n = self.first_step - 1
-                log.say(f"already at step {n} of {config.steps}, nothing to do")
+        with log, self.store.manager, jax.set_mesh(self.mesh), contextlib.closing(self.hourglass):
+            missing, last = self.evaluation_missing(), self.first_step - 1
+            if last >= config.steps and not missing:
+                log.say(f"already at step {last} of {config.steps}, nothing to do")
                 return 0
-            self.watchdog()
+            self.hourglass.turn(f"starting behind step {last}")
             state = self.recover(log)
-            text = json.dumps(self.about(self.first_step - 1), indent=1)
+            last, about = self.first_step - 1, self.about(self.first_step - 1)
             if log.first:
-                (config.run_dir / "config.json").write_text(text + "\n")
+                checkpoints.write_json(config.run_dir / "config.json", about)
             log.write(
                 {"event": "start", "step": self.first_step, "changes": self.changes}
-                | {"start_seconds": time.perf_counter() - self.begun, "leftovers": self.n_leftovers}
+                | {
+                    "start_seconds": time.perf_counter() - self.begun,
+                    "leftovers": self.store.n_leftovers,
+                }
+                | {"cursor": about["cursor"], "n_devices": self.mesh.size, "from": self.source}
             )
             for line in self.describe():
                 log.say(line)
-            if missing and not self.evaluate(log, self.first_step - 1, state):
+            if missing and not self.evaluate(log, last, state):
                 stopped = True
             else:
                 self.clock = time.perf_counter()
                 state, stopped = self.loop(log, state)
-            faulthandler.cancel_dump_traceback_later()
             log.write({"event": "end", "signal": self.signals.number if stopped else 0})
             if stopped:
                 log.say("saved and stopped; the same command goes on")
-                return STOPPED
+                return processes.STOPPED
             if config.sample_tokens:
                 text = evaluation.sample_bytes(state.model, "def ", config.sample_tokens)
                 log.say(f"sample of the trained model:\n{text}")
@@ -1467,53 +1093,13 @@ class Run:
             f"mesh {dict(self.mesh.shape)}, batch {config.batch_instances} = {self.accumulation}"
             f" x {self.mesh.size} devices x {per_device}; step {self.first_step} to {config.steps}"
         )
+        if self.store.n_leftovers:
+            yield f"removed what {self.store.n_leftovers} unfinished saves had left"
         yield from (f"changed since the checkpoint: {change}" for change in self.changes)
-        if self.first_step == 1:
+        if self.recovery.cause:
+            yield f"recovered from {self.source}: {self.recovery.cause}"
+        elif self.first_step == 1:
             yield f"compiling; first step from {config.init or f'seed {config.seed}'}"
-
-
-def goodput(folder: Path) -> Iterator[str]:
-    """Where the seconds of a run went, a line for each time it was started, from metrics.jsonl.
-
-    Productive are steps that counted in the end, lost those that a later start did again; data is
-    the part of both that was waited for. Down is what no row covers, such as the time between two
-    starts.
-    """
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"report={folder}: no metrics.jsonl there; give the run_dir of a run"
-        )
-    starts: list[list[dict]] = []
-    for row in map(json.loads, path.read_text().splitlines()):
-        if row.get("event") == "start":
-            starts.append([])
-        if starts:
-            starts[-1].append(row)
-    kept, table = math.inf, []
-    for rows in reversed(starts):
-        seconds: dict[str, float] = dict.fromkeys(COLUMNS, 0.0)
-        seconds["start"] = rows[0]["start_seconds"]
-        for row in rows:
-            if "step_seconds" in row:
-                seconds["productive" if row["step"] < kept else "lost"] += row["step_seconds"]
-                seconds["data"] += row["data_seconds"]
-            elif "seconds" in row:
-                seconds[row.get("event", "eval")] += row["seconds"]
-        steps = [row["step"] for row in rows if "step_seconds" in row]
-        kept = min(kept, rows[0]["step"])
-        table.insert(0, (f"{steps[0]}-{steps[-1]}" if steps else "none", seconds))
-    yield f"{'steps':>15}" + "".join(f"{name:>12}" for name in COLUMNS)
-    for name, seconds in table:
-        yield f"{name:>15}" + "".join(f"{seconds[k]:12.1f}" for k in COLUMNS)
-    if table:
-        total = {k: sum(seconds[k] for _, seconds in table) for k in COLUMNS}
-        wall = starts[-1][-1]["time"] - starts[0][0]["time"] + starts[0][0]["start_seconds"]
-        down = wall - sum(total.values()) + total["data"]
-        yield (
-            f"goodput {total['productive'] / wall:.1%} of {wall:.1f} s, {len(starts) - 1} restarts,"
-            f" {total['lost']:.1f} s of steps lost, {down:.1f} s down"
-        )
 
 
 def parse(arguments: list[str]) -> RunConfig:
@@ -1541,41 +1127,72 @@ def parse(arguments: list[str]) -> RunConfig:
     return tyro.cli(RunConfig, default=PRESETS[name][1], args=rest, description=description)
 
 
+def out_of_memory(config: RunConfig) -> str:
+    """What the state takes, and what may help."""
+    n = min(len(jax.devices()), config.max_devices or len(jax.devices())) // config.replicas
+    gib = 16 * olmo3.n_parameters(config.model) / n / 2**30
+    return (
+        f"out of memory: weights, gradients and moments alone are {gib:.2f} GiB a device; lower"
+        f" --sequences-per-device (now {config.sequences_per_device}), choose --model.remat full"
+        f" (now {config.model.remat}), or use more devices"
+    )
+
+
+def train(config: RunConfig, watch: processes.Watch | None, pathways: Any = None) -> int:  # noqa: ANN401
+    """Runs what is left of a run, with all the recovery there is inside a process."""
+    recovery = elastic.Recovery(config.machine, pathways)
+
+    def attempt() -> int:
+        run = Run(config, watch, signals, recovery)
+        try:
+            return run.train()
+        except Exception as error:
+            if isinstance(error, (RuntimeError, recovery.scale_up)):
+                raise
+            traceback.print_exc()  # not one of ours: where it rose is of interest
+            raise RuntimeError(str(error)) from error  # and no longer the user's fault
+
+    with processes.Signals() as signals:
+        return recovery.run(attempt)
+
+
 def main(arguments: list[str]) -> int:
     """Returns the exit code that the file's docstring describes.
 
     One process of many that fails ends at once: the barrier at exit would wait for peers that wait
     for this process.
     """
-    watch = None
+    watch, code, config = None, 1, PRESETS["tiny"][1]
     try:
         if arguments[:1] == ["--report"]:
-            print(*goodput(Path(*arguments[1:])), sep="\n")
+            print(*report(Path(*arguments[1:])), sep="\n")
             return 0
         config = parse(arguments)
         set_libtpu_flags(config.machine)
         if config.machine.aot:
             return compile_ahead(config)
-        watch = join_processes(config.machine)
-        with Signals() as signals:
-            run, code = Run(config, watch, signals), 1
-            try:
-                code = run.train()
-            except Exception as error:
-                if type(error) is not RuntimeError:  # not one of ours: where it rose is of interest
-                    traceback.print_exc()
-                print(f"error: {error}", file=sys.stderr)
+        if config.machine.supervise:
+            command = [sys.executable, __file__, *arguments, "--supervise", "0"]
+            fits = functools.partial(fits_processes, config)
+            n, limit = config.machine.supervise, config.machine.max_restarts
+            return processes.supervise(processes.Job(command, n, fits, config.run_dir, limit))
+        pathways = elastic.pathways_module()
+        watch = processes.join(config.machine)
+        code = train(config, watch, pathways)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        code = 2
+    except jax.errors.JaxRuntimeError as error:
+        traceback.print_exc()
+        short = "RESOURCE_EXHAUSTED" in str(error)
+        print(f"error: {out_of_memory(config) if short else error}", file=sys.stderr)
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
-        code = 1
-    if watch is not None and code != 1:
+    if watch is not None and code not in (1, 2):
         watch.close()
     elif watch is not None:
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(code)
     return code
 
 

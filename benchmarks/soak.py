@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 
-import train
+from tools import checkpoints
 
 FLAGS = [
     *("--preset", "tiny", "--model.d-model", "32", "--model.n-layers", "4"),
@@ -77,7 +77,7 @@ def sums(run_dir: Path, step: int) -> dict:
     """Loss and data hash of every step, its evaluations, and the state's bits as it was saved."""
     steps = {row["step"]: (row["loss"], row["data_hash"]) for row in rows(run_dir) if "loss" in row}
     evals = {row["step"]: row["eval"] for row in rows(run_dir) if "eval" in row}
-    saved = train.saved_config(run_dir / "checkpoints", step)["checksums"]
+    saved = checkpoints.saved_config(run_dir / "checkpoints", step)["checksums"]
     return {"steps": steps, "evals": evals, "state": saved}
 
 

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 import convert
 import olmo3
 import train
+from tools import checkpoints
 
 BF16 = np.dtype(jnp.bfloat16)
 HF = {
@@ -228,7 +229,7 @@ def test_checkpoint_of_a_run_exports_with_its_token_ids(tmp_path, mesh):
         model=ocp.args.StandardSave(state.model),
         config=ocp.args.JsonSave(train.config_json(config)),
     )
-    with train.open_checkpoints(tmp_path / "run" / "checkpoints", config) as manager:
+    with checkpoints.open_checkpoints(tmp_path / "run" / "checkpoints", config) as manager:
         manager.save(7, args=items)
     assert run("to-hf", tmp_path / "run", tmp_path / "hf", "--dtype", "fp32") == 0
     hf = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -826,7 +827,7 @@ def test_olmo_core_checkpoint_arrives_with_its_adam_state_and_step(tmp_path, mes
         model=ocp.args.StandardRestore(want_state.model),
         optimizer=ocp.args.StandardRestore((want_state.optimizer, want_state.step)),
     )
-    with train.open_checkpoints(tmp_path / "ours") as manager:
+    with checkpoints.open_checkpoints(tmp_path / "ours") as manager:
         restored: Any = manager.restore(9, args=items)
     optimizer, step = restored["optimizer"]
     adam = optimizer.inner[0]

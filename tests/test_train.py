@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import data
 import olmo3
 import train
+from tools import checkpoints
 
 # A run that compiles and steps in seconds; every test that trains starts from these flags.
 SMALL = [
@@ -46,10 +47,10 @@ def token_files(folder, n_tokens=3000, vocab=250):
 
 
 def final_state(path, step):
-    with train.open_checkpoints(path / "checkpoints") as manager:
+    with checkpoints.open_checkpoints(path / "checkpoints") as manager:
         config = small()
         mesh = olmo3.make_mesh(devices=jax.devices()[:1])
-        state = train.restore(manager, config, mesh, step)
+        state = checkpoints.restore(manager, train.abstract_state(config, mesh), step)
         return jax.tree.map(np.asarray, state)
 
 
@@ -375,9 +376,9 @@ def test_resume_refuses_another_model_and_reports_other_changes():
     saved = train.config_json(config)
     other = dataclasses.replace(config, model=dataclasses.replace(config.model, d_ff=128))
     with pytest.raises(ValueError, match=r"model.d_ff: 64 -> 128"):
-        train.check_same_run(saved, train.config_json(other))
+        checkpoints.check_same_run(saved, train.config_json(other))
     other = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=1.0))
-    assert train.check_same_run(saved, train.config_json(other)) == ["optim.lr: 0.004 -> 1.0"]
+    assert checkpoints.check_same_run(saved, train.config_json(other)) == ["optim.lr: 0.004 -> 1.0"]
 
 
 def test_devices_that_get_other_rows_than_the_order_says_stop_the_run(tmp_path, monkeypatch):
@@ -396,9 +397,9 @@ def test_paths_of_checkpoints_are_found_and_refused_by_name(tmp_path):
     (tmp_path / "checkpoints" / "12" / "model").mkdir(parents=True)
     (tmp_path / "checkpoints" / "30.orbax-checkpoint-tmp" / "model").mkdir(parents=True)
     for path in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "12"):
-        assert train.find_checkpoint(path) == (tmp_path / "checkpoints", 12)
+        assert checkpoints.find_checkpoint(path) == (tmp_path / "checkpoints", 12)
     with pytest.raises(FileNotFoundError, match="no checkpoint there"):
-        train.find_checkpoint(Path("nowhere"))
+        checkpoints.find_checkpoint(Path("nowhere"))
 
 
 @pytest.mark.slow

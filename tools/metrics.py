@@ -1,0 +1,115 @@
+"""metrics.jsonl, the truth about a run: written row by row, and read as an account of its time."""
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+
+import eval as evaluation
+
+COLUMNS = ("start", "compile", "productive", "data", "save", "eval", "lost")
+
+
+class Log:
+    """Rows, appended and flushed one by one, and one line of progress on the terminal."""
+
+    def __init__(self, folder: Path, mirrors: tuple[str, ...] = (), config: dict | None = None):
+        self.first = jax.process_index() == 0  # the others compute the same and write nothing
+        self.mirrors = evaluation.Mirrors(mirrors if self.first else (), folder, config or {})
+        path = folder / "metrics.jsonl" if self.first else Path(os.devnull)
+        if path.is_file():  # a killed process may leave half a row
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        self.file: TextIO = path.open("a")
+        self.live = sys.stderr.isatty()
+        self.last_shown = 0.0
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def write(self, row: dict[str, Any]) -> None:
+        self.file.write(json.dumps(row | {"time": round(time.time(), 3)}) + "\n")
+        self.file.flush()
+        if "loss" in row or "eval" in row:
+            self.mirrors.write(row)
+
+    def say(self, text: str) -> None:
+        if self.first:
+            print(f"\r\x1b[K{text}" if self.live else text, file=sys.stderr, flush=True)
+
+    def progress(self, text: str, force: bool) -> None:
+        """Shows the newest line: rewritten in place on a terminal, every ten seconds elsewhere."""
+        if not self.first:
+            return
+        if self.live:
+            print(f"\r\x1b[K{text}", end="\n" if force else "", file=sys.stderr, flush=True)
+        elif force or time.monotonic() - self.last_shown > 10:
+            self.last_shown = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+
+def account(rows: list[dict], kept: int | float) -> tuple[str, dict[str, float]]:
+    """Which steps a start took, and its seconds by column; steps from `kept` on were done again."""
+    seconds: dict[str, float] = dict.fromkeys(COLUMNS, 0.0)
+    seconds["start"] = rows[0]["start_seconds"]
+    for row in rows:
+        if "step_seconds" in row:
+            seconds["productive" if row["step"] < kept else "lost"] += row["step_seconds"]
+            seconds["data"] += row["data_seconds"]
+        elif "seconds" in row:
+            seconds[row.get("event", "eval")] += row["seconds"]
+    steps = [row["step"] for row in rows if "step_seconds" in row]
+    return f"{steps[0]}-{steps[-1]}" if steps else "none", seconds
+
+
+def report(folder: Path) -> Iterator[str]:
+    """Where the seconds of a run went, a line for each time it was started.
+
+    Productive are steps that counted in the end, lost those that a later start did again; data is
+    the part of both that was waited for. Down is what no row covers, such as the time between two
+    starts.
+    """
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"report={folder}: no metrics.jsonl there; give the run_dir of a run"
+        )
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    starts: list[list[dict]] = []
+    for row in rows:
+        if row.get("event") == "start":
+            starts.append([])
+        if starts:
+            starts[-1].append(row)
+    kept, table = math.inf, []
+    for part in reversed(starts):
+        table.insert(0, account(part, kept))
+        kept = min(kept, part[0]["step"])
+    yield f"{'steps':>15}" + "".join(f"{name:>12}" for name in COLUMNS)
+    for name, seconds in table:
+        yield f"{name:>15}" + "".join(f"{seconds[k]:12.1f}" for k in COLUMNS)
+    for row in rows:
+        if row.get("event") == "recovery":
+            yield (
+                f"in-process recovery at step {row['step']} from {row['from']}, on"
+                f" {row['n_devices']} devices: {row['steps_lost']} steps lost,"
+                f" {row['recovery_seconds']:.1f} s to the next step ({row['cause']})"
+            )
+    if table:
+        total = {k: sum(seconds[k] for _, seconds in table) for k in COLUMNS}
+        wall = starts[-1][-1]["time"] - starts[0][0]["time"] + starts[0][0]["start_seconds"]
+        down = wall - sum(total.values()) + total["data"]
+        n_recovered = sum(row.get("event") == "recovery" for row in rows)
+        yield (
+            f"goodput {total['productive'] / wall:.1%} of {wall:.1f} s,"
+            f" {len(starts) - 1 - n_recovered} restarts, {total['lost']:.1f} s of steps lost,"
+            f" {down:.1f} s down"
+        )
