@@ -992,6 +992,7 @@ class Run:
         with contextlib.closing(reader) as stream:
             for step in range(first, config.steps + 1):
                 self.hourglass.turn(f"step {step}")
+                self.recovery.step = step
                 if pending is None:
                     self.recovery.boundary(step, state, self.about)
                 self.trace(step - first)
@@ -1191,6 +1192,7 @@ def main(arguments: list[str]) -> int:
     if watch is not None and code not in (1, 2):
         watch.close()
     elif watch is not None:
+        watch.thread.join(0.6)  # it may know who was the first to end
         sys.stderr.flush()
         os._exit(code)
     return code

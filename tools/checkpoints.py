@@ -307,7 +307,8 @@ def check_same_run(saved: dict, now: dict) -> list[str]:
                 yield prefix + key, value
 
     old, new = dict(flat(saved)), dict(flat(now))
-    changes = {k: f"{k}: {old[k]} -> {v}" for k, v in new.items() if k in old and old[k] != v}
+    names = [key for key in new if key in old and not key.startswith("machine.")]
+    changes = {k: f"{k}: {old[k]} -> {new[k]}" for k in names if old[k] != new[k]}
     if refused := [v for k, v in changes.items() if k.startswith("model.") and k not in free]:
         raise ValueError(
             f"the checkpoint is of another run ({'; '.join(refused)}); restore the old values, use"

@@ -208,7 +208,6 @@ class Recovery:
 
         Raises what ends the attempt: a rehearsed loss, or that there are more devices than in use.
         """
-        self.step = step
         if not self.due(step):
             return
         more = self.devices.more(step, state)
