@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 import convert
 import olmo3
 import train
-from tools import checkpoints
+from tools import checkpoints, distcp, leaves, parity, shards
 
 BF16 = np.dtype(jnp.bfloat16)
 HF = {
@@ -124,7 +124,7 @@ def same(a, b):
 
 def mean_kl(a, b):
     a, b = (x.reshape(-1, x.shape[-1]) for x in (a, b))
-    return convert.divergence(a, b, np.zeros(len(a), np.int32))[0].mean()
+    return parity.divergence(a, b, np.zeros(len(a), np.int32))[0].mean()
 
 
 def final_logits(model, tokens):
@@ -208,7 +208,7 @@ def test_files_describe_themselves_as_orbax_own_do(source, tmp_path, mesh, optim
 def test_training_starts_from_a_converted_checkpoint_and_its_adam_state(source, tmp_path, mesh):
     assert run("from-hf", source[0], tmp_path / "ours", "--no-check", "--with-optimizer") == 0
     tiny = train.PRESETS["tiny"][1]
-    model = convert.open_hf(source[0]).config
+    model = shards.open_hf(source[0]).config
     tokens = dataclasses.replace(tiny.data, source="x.bin", vocab_size=250, eos_id=1, pad_id=2)
     config = dataclasses.replace(tiny, model=model, data=tokens, init=tmp_path / "ours")
     state = train.initial_state(config, mesh)
@@ -271,7 +271,7 @@ def test_bfloat16_export_rounds_once_and_is_idempotent(source, tmp_path):
 
 def test_float16_weights_are_read_exactly(tmp_path):
     tensors = random_tensors(HF, dtype="float16")
-    source = convert.open_hf(write_folder(tmp_path / "in", HF, tensors))
+    source = shards.open_hf(write_folder(tmp_path / "in", HF, tensors))
     w = tensors["model.layers.1.mlp.up_proj.weight"]
     assert source.dtype == "float16"
     assert (source.read("layers.1.ffn.w_up") == w.astype(np.float32).T).all()
@@ -320,7 +320,7 @@ def test_padding_rows_are_the_mean_documented_and_cut_on_the_way_back(source, tm
 
 
 def test_padding_has_at_most_its_share_of_the_probability(source):
-    head = convert.open_hf(source[0]).read("unembed").astype(np.float64)
+    head = shards.open_hf(source[0]).read("unembed").astype(np.float64)
     hidden = (
         np.random.default_rng(0).standard_normal((500, 32)) * np.geomspace(1e-3, 1e3, 500)[:, None]
     )
@@ -393,7 +393,7 @@ def test_published_configurations_are_the_presets():
     grouped |= {"num_attention_heads": 40, "num_key_value_heads": 8, "layer_types": kinds * 16}
     big = convert.config_from_hf(released | grouped)
     assert olmo3.n_parameters(big) == 32_234_279_936  # spec 1.4
-    assert convert.hf_shape(big, "layers.63.attn.k_norm") == (1024,)
+    assert convert.tensors(big)["layers.63.attn.k_norm"].theirs == (1024,)
 
 
 def test_two_layers_may_be_one_of_each_kind():
@@ -587,7 +587,7 @@ def test_an_interrupted_conversion_leaves_nothing(source, tmp_path, monkeypatch)
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(convert, "verify_written", stop)
+    monkeypatch.setattr(parity, "verify_written", stop)
     with pytest.raises(KeyboardInterrupt):
         run("from-hf", source[0], tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
@@ -614,20 +614,20 @@ def test_a_swap_in_a_trained_model_is_far_beyond_rounding_it(tmp_path):
     tensors = load_file(trained / "weights_step300.safetensors")
     rounded = {n: x.astype(BF16) for n, x in tensors.items()}
     cases = {"a": tensors, "rounded": rounded, "swapped": swapped(tensors, layer=5)}
-    sources = {n: convert.open_hf(write_folder(tmp_path / n, hf, t)) for n, t in cases.items()}
-    tokens = convert.check_tokens(sources["a"].config, None, 2, 512)
-    assert convert.compare(sources["a"], sources["rounded"], tokens).failures("bfloat16") == []
-    report = convert.compare(sources["a"], sources["swapped"], tokens)
+    sources = {n: shards.open_hf(write_folder(tmp_path / n, hf, t)) for n, t in cases.items()}
+    tokens = parity.check_tokens(sources["a"].config, None, 2, 512)
+    assert parity.compare(sources["a"], sources["rounded"], tokens).failures("bfloat16") == []
+    report = parity.compare(sources["a"], sources["swapped"], tokens)
     assert "block 5 is the first to drift" in report.failures("bfloat16")[0]
 
 
 def test_a_conversion_that_went_wrong_is_noticed_and_removed(source, tmp_path, capsys, monkeypatch):
-    pieces, other = convert.pieces, {"layers.1.attn.w_q": "layers.1.attn.w_k"}
-    monkeypatch.setattr(
-        convert,
-        "pieces",
-        lambda s: pieces(s._replace(read=lambda n, r: s.read(other.get(n, n), r))),
-    )
+    stream, other = convert.stream, {"layers.1.attn.w_q": "layers.1.attn.w_k"}
+
+    def wrong(source, use):
+        return stream(source._replace(read=lambda n, r: source.read(other.get(n, n), r)), use)
+
+    monkeypatch.setattr(convert, "stream", wrong)
     assert run("from-hf", source[0], tmp_path / "out") == 1
     assert "block 1 is the first to drift" in capsys.readouterr().err
     assert run("to-hf", source[0], tmp_path / "out") == 1
@@ -636,9 +636,9 @@ def test_a_conversion_that_went_wrong_is_noticed_and_removed(source, tmp_path, c
 
 def test_check_runs_the_whole_model_as_the_forward_pass_does(source):
     other = write_folder(source[0].parent / "other", HF, random_tensors(HF, seed=1))
-    one, two = convert.open_hf(source[0]), convert.open_hf(other)
-    tokens = convert.check_tokens(one.config, None, 2, 48)
-    report = convert.compare(one, two, tokens)
+    one, two = shards.open_hf(source[0]), shards.open_hf(other)
+    tokens = parity.check_tokens(one.config, None, 2, 48)
+    report = parity.compare(one, two, tokens)
     a, b = (
         final_logits(convert.load_hf(f, compute_dtype="float32"), tokens)[..., :250].astype(
             np.float64
@@ -693,7 +693,7 @@ def test_check_reads_token_files_and_refuses_bad_ones(source, tmp_path, capsys):
 
 
 def test_interval_is_wilson_s():
-    report = convert.Report([], [0.0], 0.0, 0.0, 0.0, 8, 10, 1.0)
+    report = parity.Report([], [0.0], 0.0, 0.0, 0.0, 8, 10, 1.0)
     np.testing.assert_allclose(report.interval(), (0.4901625, 0.9433178), atol=2e-5)
 
 
@@ -701,7 +701,7 @@ def test_a_divergence_of_1e_9_is_seen():
     rng = np.random.default_rng(0)
     a = rng.standard_normal((4, 1000)).astype(np.float32)
     b = (a + 4e-5 * rng.standard_normal(a.shape)).astype(np.float32)
-    kl = convert.divergence(a, b, np.zeros(4, np.int32))[0]
+    kl = parity.divergence(a, b, np.zeros(4, np.int32))[0]
     p = np.exp(a.astype(np.float64))
     p /= p.sum(1, keepdims=True)
     d = b.astype(np.float64) - a
@@ -740,7 +740,7 @@ def test_average_of_one_or_of_different_models_is_refused(source, tmp_path, caps
 def test_info_counts_and_measures_every_tensor(source, capsys):
     assert run("info", source[0]) == 0
     out = capsys.readouterr().out
-    assert f"{olmo3.n_parameters(convert.open_hf(source[0]).config):,}" in out
+    assert f"{olmo3.n_parameters(shards.open_hf(source[0]).config):,}" in out
     norm = np.linalg.norm(source[1]["model.layers.3.mlp.up_proj.weight"])
     row = next(line for line in out.splitlines() if line.startswith("    3"))
     assert f"{norm:.4g}" in row
@@ -755,9 +755,9 @@ def test_info_counts_and_measures_every_tensor(source, capsys):
 def test_transformers_loads_the_export_and_gives_its_logits(case, theta, tmp_path, recwarn):
     torch = pytest.importorskip("torch", reason="pip install -e '.[torch]'")
     transformers = pytest.importorskip("transformers", reason="pip install -e '.[torch]'")
-    source = convert.open_hf(case)
+    source = shards.open_hf(case)
     source = source._replace(config=dataclasses.replace(source.config, rope_theta=theta))
-    convert.write_hf(tmp_path, source, "float32", 200_000)
+    shards.write_hf(tmp_path, source, "float32", 200_000)
     model, found = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
@@ -818,7 +818,7 @@ def test_olmo_core_checkpoint_arrives_with_its_adam_state_and_step(tmp_path, mes
     kinds = {"w": "model.{}", "m": "optim.state.{}.exp_avg", "v": "optim.state.{}.exp_avg_sq"}
     want = {k: distcp_as_hf(tmp_path / k, kind) for k, kind in kinds.items()}
     tiny = train.PRESETS["tiny"][1]
-    model = convert.open_checkpoint(tmp_path / "ours").config
+    model = leaves.open_checkpoint(tmp_path / "ours").config
     assert (model.tokenizer_size, model.vocab_size) == (100, 128)
     tokens = dataclasses.replace(tiny.data, source="x.bin", vocab_size=100, eos_id=1, pad_id=2)
     config = dataclasses.replace(tiny, model=model, data=tokens)
@@ -863,5 +863,5 @@ def test_a_pickle_cannot_run_anything(tmp_path):
         b"cos\nsystem\n(S'touch " + bytes(tmp_path / "x") + b"'\ntR."
     )
     with pytest.raises(AttributeError):
-        convert.list_chunks(tmp_path)
+        distcp.list_chunks(tmp_path)
     assert not (tmp_path / "x").exists()
