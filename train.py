@@ -27,7 +27,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -47,6 +47,7 @@ import olmo3
 from tools import checkpoints, elastic, processes
 from tools.checkpoints import restore_model
 from tools.metrics import Log, report
+from tools.processes import MachineConfig, Wish, strongest
 
 
 @dataclass(frozen=True)
@@ -115,48 +116,6 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
-class MachineConfig:
-    """Where the step runs and what happens when that breaks; none of it changes a number."""
-
-    aot: str = ""
-    """Compiles the step for an absent TPU topology, such as tpu7x:4x4x4 or 2 slices,
-    tpu7x:4x4x4*2, and reports.
-    """
-    hlo: Path | None = None
-    """Where --aot writes the compiled program."""
-    xla_flags: str = ""
-    """libtpu flags behind those of LIBTPU_FLAGS, which they override."""
-    coordinator: str = ""
-    """host:port of process 0; empty asks TPU pod, GKE or Slurm, or runs alone."""
-    n_processes: int = 1
-    """Processes that share the mesh, with --coordinator."""
-    process_id: int = 0
-    """Which of them this is."""
-    process_timeout: float = 600.0
-    """Seconds after which a process that is missing, or steps behind, ends all of them."""
-    step_timeout: float = 1800.0
-    """Seconds after which a step, save or evaluation counts as hung: prints all stacks, exits 1."""
-    supervise: int = 0
-    """Runs so many processes on this host, and starts them again when one fails."""
-    max_restarts: int = 10
-    """Failures in a row without a new checkpoint after which --supervise gives up."""
-    elastic: bool = False
-    """Survives lost devices inside the process, on Pathways or one host."""
-    min_devices: int = 0
-    """Waits for so many before it goes on; 0 is as many as at the start."""
-    snapshot_every_steps: int = 10
-    """Steps between --elastic's copies of the state in host memory."""
-    rehearse_loss: tuple[str, ...] = ()
-    """STEP:DEVICES words: takes devices away, or gives them back, at the start of these steps."""
-    profile: int = 0
-    """Steps to trace for xprof, from the third step on."""
-
-    def __post_init__(self) -> None:
-        if self.snapshot_every_steps < 1:
-            raise ValueError(f"snapshot_every_steps={self.snapshot_every_steps} must be at least 1")
-
-
-@dataclass(frozen=True)
 class RunConfig:
     """One training run."""
 
@@ -203,7 +162,7 @@ class RunConfig:
     """After so many skipped steps in a row, goes back to the checkpoint before the first of them
     and leaves out their batches; 0 never does.
     """
-    machine: tyro.conf.OmitArgPrefixes[MachineConfig] = MachineConfig()
+    machine: tyro.conf.OmitArgPrefixes[MachineConfig] = field(default_factory=MachineConfig)
     """Topology, processes, profile."""
     mirrors: tuple[Literal["wandb", "tensorboard"], ...] = ()
     """Trackers that get a copy of metrics.jsonl; extras of the same names install them."""
@@ -437,7 +396,7 @@ def is_spike(
 
 
 def skip_steps(
-    inner: optax.GradientTransformationExtraArgs, window: int, sigmas: float
+    inner: optax.GradientTransformation, window: int, sigmas: float
 ) -> optax.GradientTransformationExtraArgs:
     """Guards an optimizer: a spiking or non-finite step changes neither parameters nor inner state.
 
@@ -458,14 +417,13 @@ def skip_steps(
         *,
         loss: Float32[Array, ""],
         grad_norm: Float32[Array, ""],
-        **extra: Any,  # noqa: ANN401 - what the guarded optimizer needs
     ) -> tuple[Any, SkipStepState]:
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         spike = is_spike(state.losses, state.n_seen, loss, sigmas)
         spike |= is_spike(state.grad_norms, state.n_seen, grad_norm, sigmas)
         take = finite & ~spike
         with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an int32 power
-            updates, new_inner = inner.update(updates, state.inner, params, **extra)
+            updates, new_inner = inner.update(updates, state.inner, params)
         updates = jax.tree.map(lambda u: jnp.where(take, u, jnp.zeros_like(u)), updates)
         new_inner = jax.tree.map(lambda n, o: jnp.where(take, n, o), new_inner, state.inner)
         slot = state.n_seen % window
@@ -479,34 +437,19 @@ def skip_steps(
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def scale_by_lr() -> optax.GradientTransformationExtraArgs:
-    """Multiplies by minus the `lr` given to `update`, which the host computes in float64."""
-
-    def update(
-        updates: Any,  # noqa: ANN401 - any tree of arrays
-        state: optax.EmptyState,
-        params: Any = None,  # noqa: ANN401
-        *,
-        lr: Float32[Array, ""],
-        **_: Any,  # noqa: ANN401 - extras of other transformations
-    ) -> tuple[Any, optax.EmptyState]:
-        return jax.tree.map(lambda u: -lr.astype(u.dtype) * u, updates), state
-
-    init = optax.identity().init
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
-
-
 def decay_mask(model: olmo3.Olmo3) -> olmo3.Olmo3:
     """True where weight decay applies: everything but the input embedding, gains too (spec T5)."""
     return eqx.tree_at(lambda m: m.embed, jax.tree.map(lambda _: True, model), False)
 
 
 def make_optimizer(optim: OptimConfig) -> optax.GradientTransformationExtraArgs:
-    """SkipStepAdamW (OLMo-core optim/adamw.py:50); `update` takes loss, grad_norm and lr."""
+    """SkipStepAdamW (OLMo-core optim/adamw.py:50), to be scaled by minus the learning rate.
+
+    `update` takes the step's loss and grad_norm.
+    """
     adam_w = optax.chain(
         optax.scale_by_adam(optim.beta1, optim.beta2, optim.eps),
         optax.add_decayed_weights(optim.weight_decay, decay_mask),
-        scale_by_lr(),
     )
     return skip_steps(adam_w, optim.skip_window, optim.skip_sigmas)
 
@@ -599,8 +542,9 @@ def train_step(
         optimizer: Any
         update = cast(Any, make_optimizer(optim).update)
         updates, optimizer = update(
-            grads, state.optimizer, state.model, loss=guarded_loss, grad_norm=grad_norm, lr=lr
+            grads, state.optimizer, state.model, loss=guarded_loss, grad_norm=grad_norm
         )
+        updates = jax.tree.map(lambda u: -lr.astype(u.dtype) * u, updates)
         model = optax.apply_updates(cast(Any, state.model), updates)
     count, previous = (optax.tree.get(o.inner, "count") for o in (optimizer, state.optimizer))
     metrics = {
@@ -706,21 +650,6 @@ def set_libtpu_flags(machine: MachineConfig) -> None:
     if any(words[1:]):
         os.environ["LIBTPU_INIT_ARGS"] = " ".join(filter(None, words))
         print(f"libtpu flags: {' '.join(filter(None, words[1:]))}", file=sys.stderr)
-
-
-class Wish:
-    """What a process wants to happen after a step; of several the largest counts."""
-
-    NOTHING, SAVE, STOP = 0, 1, 2
-
-
-def strongest(mesh: Mesh, wish: int) -> Array | np.int32:
-    """The largest of all processes' wishes, computed behind the step and not waited for."""
-    if jax.process_count() == 1:
-        return np.int32(wish)
-    sharding = NamedSharding(mesh, P(("data", "fsdp")))
-    mine = np.full(1, wish, np.int32)
-    return jnp.max(jax.make_array_from_callback((mesh.size,), sharding, lambda _: mine))
 
 
 def abstract_batch(config: RunConfig, mesh: Mesh) -> data.DeviceBatch:
@@ -905,14 +834,7 @@ class Run:
             **times,
         }
         log.write(row)
-        minutes, seconds = divmod(int((config.steps - step) * times["step_seconds"]), 60)
-        mfu = row["mfu"] if isinstance(row["mfu"], str) else f"{row['mfu']:.1%}"
-        log.progress(
-            f"step {step}/{config.steps}  loss {row['loss']:.4f}  grad {row['grad_norm']:.3f}"
-            f"  lr {lr:.2e}  {row['tokens_per_second']:,.0f} tok/s  mfu {mfu}"
-            f"  eta {minutes}:{seconds:02d}" + ("  SKIPPED" if row["step_skipped"] else ""),
-            force=step == config.steps,
-        )
+        log.progress(row, config.steps)
         if data_hash != expected:
             raise RuntimeError(
                 f"data_hash={data_hash} at step {step}, but the order says {expected}: the devices"
@@ -1128,17 +1050,6 @@ def parse(arguments: list[str]) -> RunConfig:
     return tyro.cli(RunConfig, default=PRESETS[name][1], args=rest, description=description)
 
 
-def out_of_memory(config: RunConfig) -> str:
-    """What the state takes, and what may help."""
-    n = min(len(jax.devices()), config.max_devices or len(jax.devices())) // config.replicas
-    gib = 16 * olmo3.n_parameters(config.model) / n / 2**30
-    return (
-        f"out of memory: weights, gradients and moments alone are {gib:.2f} GiB a device; lower"
-        f" --sequences-per-device (now {config.sequences_per_device}), choose --model.remat full"
-        f" (now {config.model.remat}), or use more devices"
-    )
-
-
 def train(config: RunConfig, watch: processes.Watch | None, pathways: Any = None) -> int:  # noqa: ANN401
     """Runs what is left of a run, with all the recovery there is inside a process."""
     recovery = elastic.Recovery(config.machine, pathways)
@@ -1186,7 +1097,7 @@ def main(arguments: list[str]) -> int:
     except jax.errors.JaxRuntimeError as error:
         traceback.print_exc()
         short = "RESOURCE_EXHAUSTED" in str(error)
-        print(f"error: {out_of_memory(config) if short else error}", file=sys.stderr)
+        print(f"error: {elastic.out_of_memory(config) if short else error}", file=sys.stderr)
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
     if watch is not None and code not in (1, 2):

@@ -225,6 +225,42 @@ def test_full_disk_ends_the_run_naming_path_and_errno_and_keeps_the_last_checkpo
 
 
 @pytest.mark.slow
+def test_folder_that_cannot_be_written_any_more_ends_the_run_naming_path_and_errno(tmp_path):
+    run = tmp_path / "run"
+    process = launch(run, "--steps", "100000", "--save-every-steps", "100")
+    wait_for(process, run / "metrics.jsonl", '"event": "save"')
+    while not (run / "checkpoints" / "100").exists():
+        time.sleep(0.01)
+    (run / "checkpoints").rename(run / "kept")
+    (run / "checkpoints").write_text("in the way")  # root may write to read-only folders, not here
+    code, error = outcome(process)
+    assert code == 1
+    assert f"error: {run}/checkpoints: saving failed" in error
+    assert "Errno 20" in error or "Not a directory" in error
+    (run / "checkpoints").unlink()
+    (run / "kept").rename(run / "checkpoints")
+    code, error = outcome(launch(run, "--steps", "104"))
+    assert code == 0, error
+
+
+@pytest.mark.slow
+def test_store_that_hangs_ends_the_run_naming_the_path(tmp_path):
+    program = (
+        "import sys, time, train\n"
+        "from tools import checkpoints\n"
+        "checkpoints.save = lambda *_: time.sleep(60)\n"
+        "train.main(sys.argv[1:])"
+    )
+    flags = [*FLAGS, "--run-dir", str(tmp_path), "--step-timeout", "15"]
+    command = [sys.executable, "-c", program, *flags]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    end = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert end.returncode == 1
+    text = f"error: process 0 did not finish in 15 s: saving step 4 to {tmp_path}/checkpoints"
+    assert text in end.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["compile", "step", "save", "eval"])
 def test_signal_saves_and_stops_and_the_run_goes_on_bit_for_bit(moment, finished, tmp_path):
     run, log = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"

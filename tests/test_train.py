@@ -4,6 +4,10 @@ import dataclasses
 import functools
 import json
 import math
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ import data
 import olmo3
 import train
 from tools import checkpoints
+from tools.processes import free_port
 
 # A run that compiles and steps in seconds; every test that trains starts from these flags.
 SMALL = [
@@ -125,9 +130,8 @@ def update_many(optimizer, params, gradients, losses, norms, lr=1e-2):
         def step(carry, xs):
             params, state = carry
             g, loss, norm = xs
-            updates, state = optimizer.update(
-                {"w": g}, state, params, loss=loss, grad_norm=norm, lr=jnp.float32(lr)
-            )
+            updates, state = optimizer.update({"w": g}, state, params, loss=loss, grad_norm=norm)
+            updates = jax.tree.map(lambda u: -jnp.float32(lr) * u, updates)
             return (optax.apply_updates(params, updates), state), state.inner
 
         carry = (params, optimizer.init(params))
@@ -137,9 +141,7 @@ def update_many(optimizer, params, gradients, losses, norms, lr=1e-2):
 
 
 def guarded_adamw(window=128):
-    inner = optax.chain(
-        optax.scale_by_adam(0.9, 0.95, 1e-8), optax.add_decayed_weights(0.1), train.scale_by_lr()
-    )
+    inner = optax.chain(optax.scale_by_adam(0.9, 0.95, 1e-8), optax.add_decayed_weights(0.1))
     return train.skip_steps(inner, window, 6.0)
 
 
@@ -202,11 +204,11 @@ def test_weight_decay_spares_the_input_embedding_and_nothing_else():
     zeros = jax.tree.map(jnp.zeros_like, state.model)
     one = jnp.ones(())
     updates, _ = jax.jit(train.make_optimizer(config.optim).update)(
-        zeros, state.optimizer, state.model, loss=one, grad_norm=one, lr=jnp.float32(0.1)
+        zeros, state.optimizer, state.model, loss=one, grad_norm=one
     )
     weights = jax.tree_util.tree_leaves_with_path(state.model)
     for (path, p), u in zip(weights, jax.tree.leaves(updates), strict=True):
-        want = 0.0 if jax.tree_util.keystr(path) == ".embed" else -0.01
+        want = 0.0 if jax.tree_util.keystr(path) == ".embed" else 0.1
         np.testing.assert_allclose(u, want * p, rtol=1e-6, atol=1e-12)
 
 
@@ -341,19 +343,55 @@ def test_run_learns_resumes_bit_for_bit_across_an_epoch_and_then_has_nothing_to_
     assert {p.name for p in (whole / "checkpoints").iterdir()} == {"5", "10", "15"}
 
 
+WIDE = [*SMALL, "--model.compute-dtype", "float32", "--batch-instances", "16"]
+
+
+@pytest.fixture(scope="module")
+def on_eight(tmp_path_factory):
+    """Losses of 24 steps on eight devices, and its folder as it was behind step 4."""
+    path = tmp_path_factory.mktemp("on_eight")
+    flags = [*WIDE, "--run-dir", str(path / "run")]
+    assert train.main([*flags, "--steps", "4"]) == 0
+    shutil.copytree(path / "run", path / "start")
+    assert train.main([*flags, "--steps", "24"]) == 0
+    return path
+
+
 @pytest.mark.slow
-def test_other_devices_continue_a_run_with_the_same_losses(tmp_path):
-    flags = [*SMALL, "--model.compute-dtype", "float32", "--save-every-steps", "4"]
-    runs = {}
-    for n in (1, 8):
-        runs[n] = tmp_path / f"on{n}"
-        common = [*flags, "--run-dir", str(runs[n])]
-        assert train.main([*common, "--steps", "4", "--max-devices", "8"]) == 0
-        assert train.main([*common, "--steps", "8", "--max-devices", str(n)]) == 0
-    a, b = rows_of(runs[1]), rows_of(runs[8])
-    for step in a:
-        assert a[step]["loss"] == pytest.approx(b[step]["loss"], abs=1e-5)
-        assert a[step]["data_hash"] == b[step]["data_hash"]
+@pytest.mark.parametrize("mesh", ["1", "2", "4", "2x4", "16", "2 processes"])
+def test_any_devices_continue_a_run_with_the_same_losses(mesh, on_eight, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(on_eight / "start", run)
+    flags = [*WIDE, "--run-dir", str(run), "--steps", "24"]
+    if mesh in ("16", "2 processes"):
+        n = 2 if mesh == "2 processes" else 1
+        count = f"--xla_force_host_platform_device_count={16 // n // n}"
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": count}
+        flags += f"--coordinator 127.0.0.1:{free_port()} --n-processes {n}".split() if n > 1 else []
+        command = [sys.executable, "train.py", *flags]
+        each = [[*command, "--process-id", str(i)] for i in range(n)]
+        root = Path(train.__file__).parent
+        jobs = [subprocess.Popen(c, env=env, cwd=root, stderr=subprocess.PIPE) for c in each]
+        error = b"".join(job.communicate()[1] for job in jobs).decode()
+        assert [job.returncode for job in jobs] == [0] * n, error
+    else:
+        more = ["--replicas", "2"] if mesh == "2x4" else ["--max-devices", mesh]
+        assert train.main([*flags, *more]) == 0
+        error = capsys.readouterr().err
+    shape, split = {
+        "1": ("'data': 1, 'fsdp': 1", "8 x 1 devices x 2"),
+        "2": ("'data': 1, 'fsdp': 2", "4 x 2 devices x 2"),
+        "4": ("'data': 1, 'fsdp': 4", "2 x 4 devices x 2"),
+        "2x4": ("'data': 2, 'fsdp': 4", "1 x 8 devices x 2"),
+        "16": ("'data': 1, 'fsdp': 16", "1 x 16 devices x 1"),
+        "2 processes": ("'data': 1, 'fsdp': 8", "1 x 8 devices x 2"),
+    }[mesh]
+    assert f"mesh {{{shape}}}, batch 16 = {split}; step 5 to 24" in error
+    got, want = rows_of(run), rows_of(on_eight / "run")
+    assert list(got) == list(want) == list(range(1, 25))
+    for step, row in want.items():
+        assert got[step]["loss"] == pytest.approx(row["loss"], abs=1e-5)
+        assert got[step]["data_hash"] == row["data_hash"]
 
 
 @pytest.mark.slow

@@ -22,7 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+import olmo3
 from tools import checkpoints
+from tools.processes import MachineConfig
 
 # What in the text of a JaxRuntimeError decides whether it may be a lost device; the first that
 # occurs counts. Those that are come from pathwaysutils.elastic and from peers that close a socket.
@@ -44,6 +46,17 @@ def is_device_loss(error: BaseException) -> bool:
     if not isinstance(error, jax.errors.JaxRuntimeError):
         return False
     return next((lost for word, lost in IS_LOSS.items() if word in str(error)), False)
+
+
+def out_of_memory(config: Any) -> str:  # noqa: ANN401 - train.RunConfig
+    """What the state of a run takes, and what may help."""
+    n = min(len(jax.devices()), config.max_devices or len(jax.devices())) // config.replicas
+    gib = 16 * olmo3.n_parameters(config.model) / n / 2**30
+    return (
+        f"out of memory: weights, gradients and moments alone are {gib:.2f} GiB a device; lower"
+        f" --sequences-per-device (now {config.sequences_per_device}), choose --model.remat full"
+        f" (now {config.model.remat}), or use more devices"
+    )
 
 
 class ScaleUp(RuntimeError):
@@ -178,7 +191,7 @@ def pathways_module() -> Any:  # noqa: ANN401 - pathwaysutils is an extra
 class Recovery:
     """What outlives an attempt: snapshots, what to leave out, and the account of what was lost."""
 
-    def __init__(self, machine: Any, pathways: Any = None):  # noqa: ANN401 - MachineConfig
+    def __init__(self, machine: MachineConfig, pathways: Any = None):  # noqa: ANN401
         if machine.rehearse_loss and not machine.elastic:
             raise ValueError("rehearse_loss: needs --elastic")
         if machine.elastic and jax.process_count() > 1:

@@ -45,14 +45,22 @@ class Log:
         if self.first:
             print(f"\r\x1b[K{text}" if self.live else text, file=sys.stderr, flush=True)
 
-    def progress(self, text: str, force: bool) -> None:
-        """Shows the newest line: rewritten in place on a terminal, every ten seconds elsewhere."""
-        if not self.first:
+    def progress(self, row: dict[str, Any], steps: int) -> None:
+        """Shows the newest step: rewritten in place on a terminal, every ten seconds elsewhere."""
+        last = row["step"] == steps
+        if not self.first or not (self.live or last or time.monotonic() - self.last_shown > 10):
             return
+        self.last_shown = time.monotonic()
+        minutes, seconds = divmod(int((steps - row["step"]) * row["step_seconds"]), 60)
+        mfu = row["mfu"] if isinstance(row["mfu"], str) else f"{row['mfu']:.1%}"
+        text = (
+            f"step {row['step']}/{steps}  loss {row['loss']:.4f}  grad {row['grad_norm']:.3f}"
+            f"  lr {row['lr']:.2e}  {row['tokens_per_second']:,.0f} tok/s  mfu {mfu}"
+            f"  eta {minutes}:{seconds:02d}" + ("  SKIPPED" if row["step_skipped"] else "")
+        )
         if self.live:
-            print(f"\r\x1b[K{text}", end="\n" if force else "", file=sys.stderr, flush=True)
-        elif force or time.monotonic() - self.last_shown > 10:
-            self.last_shown = time.monotonic()
+            print(f"\r\x1b[K{text}", end="\n" if last else "", file=sys.stderr, flush=True)
+        else:
             print(text, file=sys.stderr, flush=True)
 
 

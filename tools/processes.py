@@ -19,13 +19,58 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
 
 STOPPED = os.EX_TEMPFAIL  # exit code 75
+
+
+@dataclass(frozen=True)
+class MachineConfig:
+    """Where the step runs and what happens when that breaks; none of it changes a number."""
+
+    aot: str = ""
+    """Compiles the step for an absent TPU topology, such as tpu7x:4x4x4 or 2 slices,
+    tpu7x:4x4x4*2, and reports.
+    """
+    hlo: Path | None = None
+    """Where --aot writes the compiled program."""
+    xla_flags: str = ""
+    """libtpu flags behind those of LIBTPU_FLAGS, which they override."""
+    coordinator: str = ""
+    """host:port of process 0; empty asks TPU pod, GKE or Slurm, or runs alone."""
+    n_processes: int = 1
+    """Processes that share the mesh, with --coordinator."""
+    process_id: int = 0
+    """Which of them this is."""
+    process_timeout: float = 600.0
+    """Seconds after which a process that is missing, or steps behind, ends all of them."""
+    step_timeout: float = 1800.0
+    """Seconds after which a step, save or evaluation counts as hung: prints all stacks, exits 1."""
+    supervise: int = 0
+    """Runs so many processes on this host, and starts them again when one fails."""
+    max_restarts: int = 10
+    """Failures in a row without a new checkpoint after which --supervise gives up."""
+    elastic: bool = False
+    """Survives lost devices inside the process, on Pathways or one host."""
+    min_devices: int = 0
+    """Waits for so many before it goes on; 0 is as many as at the start."""
+    snapshot_every_steps: int = 10
+    """Steps between --elastic's copies of the state in host memory."""
+    rehearse_loss: tuple[str, ...] = ()
+    """STEP:DEVICES words: takes devices away, or gives them back, at the start of these steps."""
+    profile: int = 0
+    """Steps to trace for xprof, from the third step on."""
+
+    def __post_init__(self) -> None:
+        if self.snapshot_every_steps < 1:
+            raise ValueError(f"snapshot_every_steps={self.snapshot_every_steps} must be at least 1")
 
 
 def free_port() -> int:
@@ -137,14 +182,18 @@ class Watch:
                 time.sleep(0.2)
 
     def close(self) -> None:
-        """Says that this process is done; process 0 stays until all are."""
+        """Says that this process is done; process 0, whose service the others need, leaves last."""
+        if self.process != 0:
+            jax.distributed.shutdown()
         self.step = self.DONE
         self.thread.join()
         while self.process == 0 and min(self.seen.values())[0] < self.DONE:
             time.sleep(0.1)
+        if self.process == 0:
+            jax.distributed.shutdown()
 
 
-def join(machine: Any) -> Watch | None:  # noqa: ANN401 - train.MachineConfig
+def join(machine: MachineConfig) -> Watch | None:
     """Makes this process part of a larger job where there is one; before JAX looks for devices.
 
     With --coordinator by hand, on localhost or anywhere; on TPU pods, GKE and Slurm JAX finds the
@@ -177,6 +226,21 @@ def join(machine: Any) -> Watch | None:  # noqa: ANN401 - train.MachineConfig
     *ip, port = multihost_utils.broadcast_one_to_all(mine).tolist()
     host = socket.inet_ntoa(bytes(ip))
     return Watch(host, port, jax.process_index(), jax.process_count(), limit)
+
+
+class Wish:
+    """What a process wants to happen after a step; of several the largest counts."""
+
+    NOTHING, SAVE, STOP = 0, 1, 2
+
+
+def strongest(mesh: Mesh, wish: int) -> Array | np.int32:
+    """The largest of all processes' wishes, computed behind the step and not waited for."""
+    if jax.process_count() == 1:
+        return np.int32(wish)
+    sharding = NamedSharding(mesh, P(("data", "fsdp")))
+    mine = np.full(1, wish, np.int32)
+    return jnp.max(jax.make_array_from_callback((mesh.size,), sharding, lambda _: mine))
 
 
 class Hourglass:
