@@ -754,6 +754,9 @@ class Run:
         if snapshot is not None and snapshot.step >= step:
             step, about, self.source = snapshot.step, snapshot.about, "snapshot"
         self.first_step, self.changes, cursor, self.tokens_before = step + 1, [], None, 0
+        if about and "cursor" not in about:
+            text = f"{self.store.folder}: checkpoint {step} was converted without its place in the"
+            raise ValueError(f"{text} data; use another --run-dir and start from it with --init")
         if about:
             self.tokens_before = about["tokens_seen"]
             self.changes = checkpoints.check_same_run(about, config_json(config))
