@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import data
+from tools import corpus
 
 LENGTH, BATCH = 8192, 32
 
@@ -212,9 +213,9 @@ def tokenize(folder: Path) -> None:
     for workers in (1, 2):
         sources = tuple(folder / f"{i}.jsonl.gz" for i in range(workers))
         out = folder / f"out-{workers}"
-        job = data.Tokenize(sources, Path(os.environ["TOKENIZER"]), out, workers=workers)
+        job = corpus.Tokenize(sources, Path(os.environ["TOKENIZER"]), out, workers=workers)
         print(f"tokenize, {workers} workers: ", end="", flush=True)
-        data.tokenize(job)
+        corpus.tokenize(job)
 
 
 def scale(folder: Path) -> None:

@@ -23,6 +23,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import data
+from tools import audit, corpus, files, packing
 
 EOS, PAD = 990, 991
 
@@ -131,8 +132,8 @@ def test_packing_agrees_with_a_search_over_all_instances(seed):
         room[best] -= lengths[document]
         turn[best] = 1 + max(turn)
         want[best].append(document)
-    assert data.pack(lengths, 40) == want
-    assert data.pack(np.array([16, 3, 9, 5, 14, 7, 2, 11, 4, 6]), 16) == [  # spec 12
+    assert packing.pack(lengths, 40) == want
+    assert packing.pack(np.array([16, 3, 9, 5, 14, 7, 2, 11, 4, 6]), 16) == [  # spec 12
         [0],
         [4, 6],
         [7, 3],
@@ -313,7 +314,7 @@ def test_large_orders_are_cached_by_identity_and_memory_mapped(tmp_path, monkeyp
     assert (make(1_200_000).order(1) == want).all()
     with pytest.raises(pytest.fail.Exception):  # as many instances in other files
         make(600_000, 600_000).order(1)
-    [file] = tmp_path.glob("order-*")
+    [file] = tmp_path.glob("order-*.u4")
     with file.open("ab") as torn:
         torn.truncate(1000)
     with pytest.raises(pytest.fail.Exception):
@@ -466,7 +467,7 @@ def test_manifest_paths_start_at_the_base_or_beside_the_manifest(tmp_path):
 def test_index_of_another_configuration_is_refused_by_field(write, tmp_path, name, value):  # A7
     path, index = write("a.npy", np.arange(400) % 900), tmp_path / "i.json"
     config = settings(path)
-    data.write_index(index, config, [path], np.array([1600]))
+    audit.write_index(index, config, [path], np.array([1600]))
     with pytest.raises(ValueError, match=f"{name}={value}, but index"):
         data.open_dataset(settings(str(index), **{name: value}))
 
@@ -476,7 +477,7 @@ def test_foreign_and_damaged_indexes_are_refused(write, tmp_path):
     index.write_text("{}")
     with pytest.raises(ValueError, match="is no sound index"):
         data.open_dataset(settings(str(index)))
-    data.write_index(index, settings(path), [path], np.array([1600]))
+    audit.write_index(index, settings(path), [path], np.array([1600]))
     index.write_text(index.read_text().replace("1600", "1604"))
     with pytest.raises(ValueError, match="is no sound index"):
         data.open_dataset(settings(str(index)))
@@ -578,10 +579,10 @@ def test_audit_proves_the_order_and_finds_double_sharding(write):
         loader.process, loader.n_processes = process, n
         return loader
 
-    fault, proof = data.audit_order(make, [1, 2, 8, 32], 2)
+    fault, proof = audit.audit_order(make, [1, 2, 8, 32], 2)
     assert fault is None
     assert "each of 2 epochs of 31 steps visits 992 of 1,000" in proof
-    fault, _ = data.audit_order(make_faulty, [1, 2], 1)
+    fault, _ = audit.audit_order(make_faulty, [1, 2], 1)
     assert fault is not None
     assert fault.startswith("step 1, 2 processes: row 16 is instance")
 
@@ -594,7 +595,7 @@ def test_audit_finds_an_instance_that_comes_twice(write):
         def ids(self, steps, rows):
             return super().ids(np.where(steps == 20, 3, steps), rows)
 
-    fault, _ = data.audit_order(lambda *_: Replays(dataset, config, 32), [1], 1)
+    fault, _ = audit.audit_order(lambda *_: Replays(dataset, config, 32), [1], 1)
     assert fault is not None
     assert fault.startswith("step 20: instance")
 
@@ -670,7 +671,7 @@ def test_audit_of_a_run_follows_a_change_of_batch_size(write, tmp_path):
         ids = (first if step < 4 else second).instance_ids(step)
         rows.append({"step": step, "data_hash": data.format_hash(data.instance_hash(ids))})
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert data.audit_run(tmp_path)[0] is None
+    assert audit.audit_run(tmp_path)[0] is None
 
 
 # Remote files.
@@ -862,7 +863,7 @@ def test_s3_server_gives_the_batches_of_local_files(write, tmp_path, monkeypatch
             got, want = (x.read(step, np.arange(16)) for x in (remote, local))
             assert (got.tokens == want.tokens).all()
         assert data.Files().size("s3://bucket/files/9.npy") == -1
-        monkeypatch.setattr(data.re, "search", lambda *_: None)  # a server that names no size
+        monkeypatch.setattr(files.re, "search", lambda *_: None)  # a server that names no size
         assert data.Files().size("s3://bucket/files/1.npy") == 4004
     finally:
         if client is not None:
@@ -987,7 +988,7 @@ def test_audit_passes_on_the_published_mixes(mix, n_files, tmp_path, monkeypatch
     assert all(p.startswith("https://olmo-data.org/") and "{" not in p for p in paths)
     assert all("/allenai/dolma3-tokenizer/" in p for p in paths)
     sizes = np.random.default_rng(0).integers(1, 2**22, n_files) * 4  # simulated
-    data.write_index(tmp_path / "i.json", config, paths, sizes)
+    audit.write_index(tmp_path / "i.json", config, paths, sizes)
     code, out, _ = command(
         monkeypatch, capsys, "audit", "--index", tmp_path / "i.json", "--batch", 512,
         "--processes", "1,2,8,32", "--epochs", 2,
@@ -1009,5 +1010,5 @@ def test_dolma2_tokenizer_makes_files_that_decode_to_the_text(tmp_path, monkeypa
     config = data.DataConfig(source=str(tmp_path / "out" / "manifest.txt"))
     [document] = data.documents(data.list_files(config), config)
     assert document[-1] == 100_257
-    assert data.load_tokenizer(tokenizer).decode(document[:-1].tolist()) == text
+    assert corpus.load_tokenizer(tokenizer).decode(document[:-1].tolist()) == text
     assert 3 < len(text) / len(document) < 6
