@@ -3,9 +3,10 @@
     python benchmarks/convert.py --folder SCRATCH            needs 75 GB of disk, 2.5 GB of memory
     python benchmarks/convert.py --folder SCRATCH --layers 4
 
-Makes a Hugging Face folder of random bfloat16 weights in several shards, copies it plainly,
-converts it there and back with the command line, each command in its own process, and compares the
-bytes of the round trip with the source. Every timing starts with a cold cache and ends with a sync.
+Makes a Hugging Face folder of random bfloat16 weights in several shards, converts it there and back
+with the command line, each command in its own process, and compares the bytes of the round trip
+with the source. Beside each stands a plain program that reads and writes as many bytes, numbers
+being twice as long in our checkpoint. Every timing starts with a cold cache and ends with a sync.
 """
 
 import hashlib
@@ -113,8 +114,8 @@ def forget(folder: Path) -> None:
             os.close(descriptor)
 
 
-def measure(label: str, command: list[str], reads: Path) -> None:
-    """Runs a command from a cold cache; prints seconds until all is on disk, and peak memory."""
+def measure(label: str, command: list[str], reads: Path) -> float:
+    """Runs a command from a cold cache; prints and returns seconds until all is on disk."""
     forget(reads)
     start = time.perf_counter()
     process = subprocess.Popen(command, cwd=ROOT)
@@ -125,6 +126,7 @@ def measure(label: str, command: list[str], reads: Path) -> None:
     print(f"{label:22} {seconds:7.1f} s, {cpu:7.1f} CPU s, peak RSS {peak:5.2f} GB", flush=True)
     if status:
         sys.exit(f"{label} failed")
+    return seconds
 
 
 def main(folder: Path, layers: int = 32) -> None:
@@ -144,17 +146,18 @@ def main(folder: Path, layers: int = 32) -> None:
         print(
             f"source: {size_of(source):.2f} GB in {len(list(source.glob('*.safetensors')))} shards"
         )
-        measure("cp -r SOURCE", ["cp", "-r", str(source), str(folder / "copy")], source)
-        shutil.rmtree(folder / "copy")
-        measure(
-            "from-hf --no-check",
-            [*convert, "from-hf", str(source), str(ours), "--no-check"],
-            source,
-        )
-        print(f"checkpoint: {size_of(ours):.2f} GB on disk for float32 weights")
-        measure("cp -r CHECKPOINT", ["cp", "-r", str(ours), str(folder / "copy")], ours)
-        shutil.rmtree(folder / "copy")
-        measure("to-hf --no-check", [*convert, "to-hf", str(ours), str(back), "--no-check"], ours)
+        files, plain = f"{source}/*.safetensors", folder / "plain"
+        twice = ["sh", "-c", f"cat {files} {files} > {plain}"]
+        pace = measure("cat SOURCE SOURCE", twice, source)
+        plain.unlink()
+        command = [*convert, "from-hf", str(source), str(ours), "--no-check"]
+        seconds = measure("from-hf --no-check", command, source)
+        print(f"{seconds / pace:.2f} times as long; {size_of(ours):.2f} GB compressed")
+        pace = measure("cat SOURCE", ["sh", "-c", f"cat {files} > {plain}"], source)
+        plain.unlink()
+        command = [*convert, "to-hf", str(ours), str(back), "--no-check"]
+        seconds = measure("to-hf --no-check", command, ours)
+        print(f"{seconds / pace:.2f} times as long")
         print("round trip bit-exact:", numbers_hash(source) == numbers_hash(back))
         shutil.rmtree(back)
         shape = ("--shape", "2", "64", "--dtype", "float32")

@@ -3,10 +3,17 @@
 Weights come from the safetensors library and from goldens, never from the code under test.
 """
 
+import contextlib
 import dataclasses
+import io
 import json
 import math
+import pickle
 import shutil
+import sys
+import types
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -577,10 +584,41 @@ def test_existing_output_missing_input_and_other_formats_exit_2(source, tmp_path
 
 
 def test_hub_id_without_the_library_says_which_extra_has_it(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     arguments = ("--revision", "stage1-step1000")
     assert run("from-hf", "allenai/Olmo-3-1025-7B", tmp_path / "out", *arguments) == 2
     assert "pip install -e '.[hub]'" in capsys.readouterr().err
+
+
+def test_hub_id_is_fetched_at_its_revision_without_other_formats(source, tmp_path, monkeypatch):
+    asked = {}
+
+    def snapshot_download(repo_id, **rest):
+        asked.update(rest, repo_id=repo_id)
+        return str(source[0])
+
+    hub = types.SimpleNamespace(snapshot_download=snapshot_download)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    arguments = ("--revision", "stage1-step1000", "--no-check")
+    assert run("from-hf", "allenai/Olmo-3-1025-7B", tmp_path / "out", *arguments) == 0
+    assert (asked["repo_id"], asked["revision"]) == ("allenai/Olmo-3-1025-7B", "stage1-step1000")
+    names = ["config.json", "model-00001-of-00003.safetensors", "tokenizer.json", "merges.txt"]
+    others = ["pytorch_model.bin", "consolidated.00.pth", "README.md"]
+    taken = [n for n in names + others if any(map(Path(n).match, asked["allow_patterns"]))]
+    assert taken == names
+    saved = checkpoints.saved_config(tmp_path / "out", 0)["converted"]
+    assert (saved["from"], saved["revision"]) == ("allenai/Olmo-3-1025-7B", "stage1-step1000")
+
+
+def test_a_changed_number_of_a_converted_checkpoint_is_noticed(source, tmp_path, mesh):
+    assert run("from-hf", source[0], tmp_path / "ours", "--no-check", "--with-optimizer") == 0
+    sums = checkpoints.saved_config(tmp_path / "ours", 0)["checksums"]
+    assert len(sums) == 3 * (3 + 4 * 11) + 6  # weights and moments; count, step, spike window
+    store = leaves.open_store(tmp_path / "ours" / "0" / "model")
+    array = leaves.open_array(store, "blocks.1.ffn.w_up")
+    array[0, 3, 5].write(np.float32(0.1)).result()
+    with pytest.raises(RuntimeError, match=r"blocks\[1\]\.ffn\.w_up is damaged"):
+        train.restore_model(tmp_path / "ours", mesh)
 
 
 def test_an_interrupted_conversion_leaves_nothing(source, tmp_path, monkeypatch):
@@ -836,6 +874,167 @@ def test_olmo_core_checkpoint_arrives_with_its_adam_state_and_step(tmp_path, mes
         assert all(map(same, jax.tree.leaves(got), jax.tree.leaves(want[kind])))
     started: Any = train.initial_state(dataclasses.replace(config, init=tmp_path / "ours"), mesh)
     assert int(started.optimizer.inner[0].count) == 10
+
+
+def test_place_in_the_data_is_read_from_what_olmo_core_s_trainer_saved(tmp_path):
+    folder = GOLDENS / "distcp"
+    arguments = (folder / "step9", tmp_path / "ours", "--config", folder / "config.json")
+    assert run("from-core", *arguments, "--no-check") == 0
+    saved = checkpoints.saved_config(tmp_path / "ours", 9)
+    want = {"fingerprint": "0123abcd", "seed": 34521, "sequence_length": 32, "batch_instances": 4}
+    assert saved["cursor"] == want | {"step": 9, "epoch": 2, "batches": 3}
+    assert saved["tokens_seen"] == 9 * 4 * 32
+
+
+def core_tensors(model):
+    """A model's numbers under OLMo-core's names and in its layouts; four layers."""
+    tensors = {
+        "embeddings": model.embed,
+        "lm_head.norm": model.norm,
+        "lm_head.w_out": model.unembed,
+    }
+    for i, block in enumerate(model.blocks):
+        b = jax.tree.map(lambda x: np.asarray(x)[0], block)
+        d, attn, ffn = b.attn_norm.size, b.attn, b.ffn
+        layer = {"w_q": attn.w_q.reshape(d, -1).T, "w_k": attn.w_k.reshape(d, -1).T}
+        layer |= {"w_v": attn.w_v.reshape(d, -1).T, "w_out": attn.w_o.reshape(d, -1)}
+        layer |= {"q_norm": attn.q_norm.reshape(-1), "k_norm": attn.k_norm.reshape(-1)}
+        tensors |= {f"blocks.{i}.attention.{n}": w for n, w in layer.items()}
+        layer = {"feed_forward.w1": ffn.w_gate.T, "feed_forward.w2": ffn.w_down}
+        layer |= {"feed_forward.w3": ffn.w_up.T, "attention_norm": b.attn_norm}
+        layer |= {"feed_forward_norm": b.ffn_norm}
+        tensors |= {f"blocks.{i}.{n}": w for n, w in layer.items()}
+    return {f"{name}.weight": np.asarray(x) for name, x in tensors.items()}
+
+
+@contextlib.contextmanager
+def torch_by_name():
+    """Classes that a pickle knows by the names of torch's, which is not there."""
+    kinds = {
+        "torch": ["FloatStorage"],
+        "torch._utils": ["_rebuild_tensor_v2"],
+        "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
+        "torch.distributed.checkpoint.metadata": [
+            *("Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata")
+        ],
+    }
+    found = types.SimpleNamespace()
+    with pytest.MonkeyPatch.context() as patch:
+        for module, names in kinds.items():
+            body = {"__module__": module, "__hash__": object.__hash__}
+            classes = {name: type(name, (types.SimpleNamespace,), body) for name in names}
+            patch.setitem(sys.modules, module, types.SimpleNamespace(**classes))
+            vars(found).update(classes)
+        yield found
+
+
+def torch_saved(value, torch_s):
+    """What torch.save makes of a dict of numbers or of one array."""
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj):
+            is_storage = isinstance(obj, torch_s.FloatStorage)
+            return ("storage", torch_s.FloatStorage, "0", "cpu", 0) if is_storage else None
+
+        def reducer_override(self, obj):
+            if not isinstance(obj, np.ndarray):
+                return NotImplemented
+            stride = tuple(n // 4 for n in obj.strides)
+            arguments = (torch_s.FloatStorage(), 0, obj.shape, stride, False, {})
+            return torch_s._rebuild_tensor_v2, arguments
+
+    text, out = io.BytesIO(), io.BytesIO()
+    Pickler(text, protocol=2).dump(value)
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr("archive/data.pkl", text.getvalue())
+        if isinstance(value, np.ndarray):
+            archive.writestr("archive/data/0", value.tobytes())
+    return out.getvalue()
+
+
+def write_distcp(folder, tensors, torch_s):
+    """Writes tensors as two processes of torch.distributed do, each the half of the rows."""
+    folder.mkdir(parents=True)
+    described, stored, ends = {}, {}, [0, 0]
+    files = [folder / "__0_0.distcp", folder / "__1_0.distcp"]
+    for key, x in tensors.items():
+        cuts = np.array_split(np.arange(len(x)), 2) if x.ndim else [[0]]
+        chunks = []
+        for i, rows in enumerate(cuts):
+            part = np.ascontiguousarray(x[rows[0] : rows[-1] + 1]) if x.ndim else x
+            start = (int(rows[0]), *[0] * (x.ndim - 1))[: x.ndim]
+            data = torch_saved(part, torch_s)
+            with files[i].open("ab") as f:
+                f.write(data)
+            chunks.append(torch_s.ChunkStorageMetadata(offsets=start, sizes=part.shape))
+            place = {"relative_path": files[i].name, "offset": ends[i], "length": len(data)}
+            index = torch_s.MetadataIndex(fqn=key, offset=start, index=i)
+            stored[index] = torch_s._StorageInfo(**place)
+            ends[i] += len(data)
+        described[key] = torch_s.TensorStorageMetadata(chunks=chunks)
+    about = torch_s.Metadata(state_dict_metadata=described, storage_data=stored)
+    (folder / ".metadata").write_bytes(pickle.dumps(about, protocol=2))
+
+
+def test_a_run_of_olmo_core_goes_on_bit_for_bit(tmp_path):
+    ids = np.random.default_rng(0).integers(0, 250, 3000).astype("<u4")
+    ids.tofile(tmp_path / "a.npy")
+    flags = ["--preset", "tiny", "--model.d-model", "32", "--model.n-layers", "4"]
+    flags += [
+        "--model.d-ff",
+        "64",
+        "--model.n-heads",
+        "2",
+        "--model.n-kv-heads",
+        "1",
+        "--model.d-head",
+        "16",
+    ]
+    flags += ["--model.windows", "8", "8", "8", "None", "--data.sequence-length", "32"]
+    flags += ["--data.source", str(tmp_path / "a.npy"), "--sample-tokens", "0"]
+    flags += ["--max-devices", "1", "--save-every-steps", "2", "--steps", "4"]
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    assert train.main([*flags, "--run-dir", str(theirs)]) == 0
+
+    config = train.parse(flags)
+    want = train.abstract_state(config, olmo3.make_mesh(devices=jax.devices()[:1]))
+    with checkpoints.open_checkpoints(theirs / "checkpoints") as manager:
+        halfway: Any = checkpoints.restore(manager, want, 2)
+        end: Any = checkpoints.restore(manager, want, 4)
+    adam = halfway.optimizer.inner[0]
+    kinds = {"model.{}": halfway.model, "optim.state.{}.exp_avg": adam.mu}
+    kinds["optim.state.{}.exp_avg_sq"] = adam.nu
+    tensors = {k.format(n): x for k, m in kinds.items() for n, x in core_tensors(m).items()}
+    tensors["optim.state.embeddings.weight.step"] = np.array(adam.count, np.float32)
+    cursor = checkpoints.saved_config(theirs / "checkpoints", 2)["cursor"]
+    loader = {"dataset_fingerprint": cursor["fingerprint"], "seed": cursor["seed"], "epoch": 1}
+    loader |= {"batches_processed": 2, "tokens_processed": 2 * 8 * 32, "sequence_length": 32}
+    trainer = {"global_step": 2, "global_train_tokens_seen": 512, "data_loader": loader}
+    (tmp_path / "step2" / "train").mkdir(parents=True)
+    with torch_by_name() as torch_s:
+        write_distcp(tmp_path / "step2" / "model_and_optim", tensors, torch_s)
+        (tmp_path / "step2" / "train" / "rank0.pt").write_bytes(torch_saved(trainer, torch_s))
+    hf = convert.config_to_hf(config.model, {}, "float32")
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+
+    arguments = ("--config", tmp_path / "config.json", "--no-check")
+    assert run("from-core", tmp_path / "step2", ours / "checkpoints", *arguments) == 0
+    assert train.main([*flags, "--run-dir", str(ours)]) == 0
+    lines = [(path / "metrics.jsonl").read_text().splitlines() for path in (theirs, ours)]
+    rows = [{row["step"]: row for row in map(json.loads, x) if "ce" in row} for x in lines]
+    assert list(rows[1]) == [3, 4]
+    for name in ("loss", "grad_norm", "lr", "data_hash", "tokens_seen"):
+        assert [rows[1][s][name] for s in (3, 4)] == [rows[0][s][name] for s in (3, 4)]
+    with checkpoints.open_checkpoints(ours / "checkpoints") as manager:
+        got: Any = checkpoints.restore(manager, want, 4)
+    for a, b in ((got.model, end.model), (got.optimizer.inner, end.optimizer.inner)):
+        assert jax.tree.all(jax.tree.map(same, a, b))
+
+
+def test_a_checkpoint_without_its_place_in_the_data_is_not_resumed(source, tmp_path, capsys):
+    assert run("from-hf", source[0], tmp_path / "run" / "checkpoints", "--no-check") == 0
+    assert train.main(["--preset", "tiny", "--run-dir", str(tmp_path / "run")]) == 2
+    assert "start from it with --init" in capsys.readouterr().err
 
 
 def test_damaged_olmo_core_checkpoints_exit_2(tmp_path, capsys):

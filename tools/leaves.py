@@ -185,7 +185,8 @@ def write_checkpoint(
         prefix: str, tensor: convert.Tensor, start: int, x: Float32[np.ndarray, "..."]
     ) -> tuple[str, int]:
         name = prefix + tensor.leaf
-        arrays[name][tensor.place][start : start + len(x)].write(x).result()
+        rows = arrays[name][tensor.place][start : start + len(x)]
+        rows.write(x, can_reference_source_data_indefinitely=True).result()  # no copy of x
         first = (sum(tensor.place) * tensor.ours[0] + start) * math.prod(x.shape[1:])
         return name, bit_sum(x, first)
 

@@ -38,12 +38,8 @@ def build_model(config: olmo3.ModelConfig, read: Callable) -> olmo3.Olmo3:
         parts.setdefault(tensor.leaf, []).append(name)
 
     def leaf(path: tuple, want: jax.ShapeDtypeStruct) -> Array:
-        names = parts[leaves.dotted(path)]
-        value = (
-            read(names[0])
-            if names[0] in convert.OUTER
-            else np.stack([read(name) for name in names])
-        )
+        values = [read(name) for name in parts[leaves.dotted(path)]]
+        value = np.stack(values) if want.ndim > values[0].ndim else values[0]
         assert want.sharding is not None
         return jax.device_put(value, NamedSharding(jax.sharding.get_mesh(), want.sharding.spec))
 
@@ -97,10 +93,8 @@ def read_rows(source: Source, ids: Int32[np.ndarray, "B S"]) -> Float32[np.ndarr
 
 def head(source: Source, hidden: Float32[np.ndarray, "P D"], n: int) -> Float32[np.ndarray, "P V"]:
     """Logits of the first `n` ids, a block of the head at a time."""
-    out, step = (
-        np.empty((len(hidden), n), np.float32),
-        convert.block_rows((n, source.config.d_model)),
-    )
+    out = np.empty((len(hidden), n), np.float32)
+    step = convert.block_rows((n, source.config.d_model))
     for i in range(0, n, step):
         out[:, i : i + step] = hidden @ source.read("unembed", slice(i, min(i + step, n))).T
     return out
@@ -220,14 +214,8 @@ def compare(a: Source, b: Source, tokens: Int32[np.ndarray, "B S"]) -> Report:
     kl, max_logit, same, excess = np.concatenate(found, axis=1)
     excess = excess.reshape(tokens.shape)[:, :-1].mean(axis=1)  # the last position has no target
     worst = float(np.exp(excess[np.abs(excess).argmax()]))
-    figures = (
-        float(max_logit.max()),
-        float(kl.mean()),
-        float(kl.max()),
-        int(same.sum()),
-        same.size,
-    )
-    return Report(config, blocks, *figures, worst)
+    largest, mean, most = float(max_logit.max()), float(kl.mean()), float(kl.max())
+    return Report(config, blocks, largest, mean, most, int(same.sum()), same.size, worst)
 
 
 def check_tokens(

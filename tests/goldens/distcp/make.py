@@ -4,11 +4,15 @@
 
 Keys and layouts are OLMo-core's: `model.FQN`, `optim.state.FQN.{step,exp_avg,exp_avg_sq}`, every
 tensor sharded over its first axis by DTensor. The numbers count up from a start that its key gives.
+train/rank0.pt is what the trainer of process 0 saves (trainer.py:787).
 """
 
+import random
 import shutil
+from collections import OrderedDict
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -32,6 +36,19 @@ def shapes():
     yield "lm_head.w_out.weight", (V, D)
 
 
+def trainer_state():
+    """Nine batches of 4 sequences of 32 tokens, in the second epoch since the sixth."""
+    loader = {"dataset_type": "fsl", "dataset_fingerprint_version": "v2.0"}
+    loader |= {"dataset_fingerprint": "0123abcd", "seed": 34521, "epoch": 2}
+    loader |= {"batches_processed": 3, "tokens_processed": 3 * 4 * 32}
+    loader |= {"sequence_length": 32, "max_target_sequence_length": 32}
+    rng = {"python": random.getstate(), "numpy": np.random.get_state()}
+    rng |= {"torch": torch.random.get_rng_state(), "cuda": None}
+    counts = {"global_step": 9, "global_train_tokens_seen": 9 * 4 * 32, "max_steps": 20}
+    rest = {"epoch": 2, "world_size": 2, "callbacks": OrderedDict(checkpointer={"last": 5})}
+    return counts | {"data_loader": loader, "rng": rng} | rest
+
+
 def main():
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
@@ -48,6 +65,9 @@ def main():
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
+        train = folder.parent / "train"
+        train.mkdir(exist_ok=True)
+        torch.save(trainer_state(), train / "rank0.pt")
     dist.barrier()
     dcp.save(state, checkpoint_id=folder)
     dist.destroy_process_group()
