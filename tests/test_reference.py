@@ -32,7 +32,7 @@ def order_config(case: Path, setting: str) -> tuple[dict, data.DataConfig]:
     config = data.DataConfig(
         source=str(case / "manifest.txt"),
         sequence_length=facts["sequence_length"],
-        max_target_sequence_length=facts["settings"][setting]["max_target_sequence_length"],
+        max_target_sequence_length=facts["settings"][setting]["max_target_sequence_length"] or 0,
         seed=facts["seed"],
         vocab_size=tokenizer["vocab_size"],
         eos_id=tokenizer["eos_token_id"],
@@ -386,7 +386,7 @@ def train_case(case, **model_overrides):
         data=data.DataConfig(
             source=str(manifest),
             sequence_length=facts["sequence_length"],
-            max_target_sequence_length=facts["max_target_sequence_length"],
+            max_target_sequence_length=facts["max_target_sequence_length"] or 0,
             seed=facts["data_seed"],
             vocab_size=tokenizer["vocab_size"],
             eos_id=tokenizer["eos_token_id"],
