@@ -4,9 +4,8 @@
 
 A global batch is a pure function of (manifest, seed, step). Sharding happens in one place,
 `Stream`, which reads the rows that this process's devices hold and nothing else. Run as a script,
-it indexes, audits, checks, shows and makes token files: `python data.py --help`. How bytes are
-fetched is in tools/files.py, packing in tools/packing.py, the commands in tools/audit.py and
-tools/corpus.py.
+it indexes, audits, checks, shows and makes token files: `python data.py --help` (tools/audit.py,
+tools/corpus.py). tools/files.py fetches bytes, tools/packing.py packs documents.
 
 Axes: A accumulation micro-steps, B instances of a (micro-)batch, S positions of an instance,
 R documents or pieces of them.
@@ -52,7 +51,9 @@ class DataConfig:
     sequence_length: int = 8192
     """Tokens of an instance."""
     max_target_sequence_length: int | None = None
-    """A multiple of sequence_length keeps that many tokens together in the shuffle."""
+    """A multiple of sequence_length keeps that many tokens together in the shuffle. None is
+    sequence_length, as AI2's scripts set it; 0 is OLMo-core's null, with another fingerprint.
+    """
     seed: int = 34521
     """Epoch e is shuffled with seed + e."""
     tokenizer: str = "allenai/dolma2-tokenizer"
@@ -236,13 +237,7 @@ def list_files(config: DataConfig, split: str = "train") -> list[str]:
 
 def measure(files: Files, paths: Sequence[str], config: DataConfig) -> Int64[np.ndarray, " F"]:
     """Bytes of every file; whatever is missing, empty or torn is reported, never left out."""
-    sizes = np.empty(len(paths), np.int64)
-    with ThreadPoolExecutor(files.concurrency) as pool:
-        remote = any("://" in path for path in paths)
-        for i, size in enumerate((pool.map if remote else map)(files.size, paths)):
-            sizes[i] = size
-            if remote and (i % 100 == 99 or i + 1 == len(paths)) and sys.stderr.isatty():
-                print(f"\rsized {i + 1:,} of {len(paths):,} files", end="", file=sys.stderr)
+    sizes = files.sizes(paths)
     for bad, what, error in (
         (sizes < 0, "missing; check source and base, nothing runs on a part", FileNotFoundError),
         (sizes == 0, "empty; remove them or set skip_empty", ValueError),
@@ -269,11 +264,11 @@ def fingerprint(config: DataConfig, paths: Sequence[str], sizes: Int64[np.ndarra
         "dtype": f"<class 'numpy.{config.dtype}'>",
     }
     if not config.packed:
-        fields["max_target_sequence_length"] = config.max_target_sequence_length
-        fields["bos_token_id"] = config.bos_id
+        longest = config.max_target_sequence_length
+        longest = config.sequence_length if longest is None else longest or None
+        fields |= {"max_target_sequence_length": longest, "bos_token_id": config.bos_id}
     else:
-        fields["long_doc_strategy"] = config.long_documents
-        fields["bos_token_id"] = config.bos_id
+        fields |= {"long_doc_strategy": config.long_documents, "bos_token_id": config.bos_id}
         fields["sequence_length"] = config.sequence_length
         if config.pack_group > 1:
             fields["source_group_size"] = config.pack_group
@@ -321,7 +316,7 @@ def check_ids(ids: UInt[np.ndarray, " n"], path: str, start: int, config: DataCo
 def sample(
     files: Files, paths: Sequence[str], sizes: Int64[np.ndarray, " F"], config: DataConfig
 ) -> None:
-    """Finds a wrong dtype, vocabulary or server before training, by reading a little of all files.
+    """Finds a wrong dtype, vocabulary, BOS or server before training: reads a little of all files.
 
     Local ones at the start, middle and end, remote ones at the start.
     """
@@ -335,6 +330,8 @@ def sample(
     files.read([request for request in requests if request.out.size])
     for path, start, ids in requests:
         check_ids(ids, path, start, config)
+        if start == 0 and ids.size and config.bos_id not in (None, ids[0]):
+            raise ValueError(f"{path}: begins with id {ids[0]}, set bos_id={config.bos_id} anew")
         if config.dtype == "uint16" and ids.size > 8 and np.mean(ids == 0) > 0.4:
             warnings.warn(f"{path}: mostly zeros as uint16; is it dtype=uint32?", stacklevel=2)
 
@@ -546,6 +543,7 @@ class Loader:
                 name = f"order-{self.dataset.fingerprint[:16]}-n{n}-chunk{chunk}-seed{seed}.u4"
 
                 def make(path: Path) -> None:
+                    print(f"shuffling {n:,} instances, once per host and epoch", file=sys.stderr)
                     shuffled(n, chunk, seed).astype("<u4", copy=False).tofile(path)
 
                 path = Path(self.config.cache).expanduser() / name
@@ -575,6 +573,11 @@ class Loader:
     def read(self, step: int, rows: Int64[np.ndarray, " B"]) -> Batch:
         """The given rows of the global batch of a step."""
         return self.dataset.read(self.ids(np.array([step]), rows)[0])
+
+    def repeats(self, last_step: int) -> int:
+        """Steps up to `last_step` that lie behind the first epoch, so that they repeat data."""
+        fresh = self.batches_per_epoch * (self.start.epoch == 1) - self.start.batches
+        return max(last_step - self.start.step - max(fresh, 0), 0)
 
     def cursor(self, step: int) -> Cursor:
         """What to keep so that another process goes on behind `step`."""

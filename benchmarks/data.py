@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import data
 from tools import corpus
 
-LENGTH, BATCH = 8192, 32
+LENGTH, BATCH = 8192, 128
 
 
 def make_files(folder: Path, n_files: int = 8, n_instances: int = 4096) -> data.DataConfig:
@@ -68,7 +68,7 @@ def speed(config: data.DataConfig, n_steps: int, batch: int = BATCH) -> tuple[fl
 
 def local(folder: Path) -> None:
     """Files in the page cache, onto the device."""
-    wall, cpu = speed(make_files(folder), 600)
+    wall, cpu = speed(make_files(folder), 300)
     print(f"local: {wall / 1e9:.2f} GB/s, {cpu / 1e9:.2f} GB per second of CPU")
 
 

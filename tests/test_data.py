@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import hashlib
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 import zipfile
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -297,6 +299,9 @@ def test_resume_refuses_changed_files_and_names_both_fingerprints(write):  # A6
     write("a.npy", np.arange(401) % 900)
     with pytest.raises(ValueError, match=f"fingerprint: {cursor.fingerprint} -> "):
         loader_of(path, resume=cursor)
+    with pytest.warns(UserWarning, match="order will differ") as warned:
+        assert loader_of(path, resume=cursor, allow=True).start.step == 3
+    assert len(warned) == 1
 
 
 def test_large_orders_are_cached_by_identity_and_memory_mapped(tmp_path, monkeypatch):
@@ -319,6 +324,35 @@ def test_large_orders_are_cached_by_identity_and_memory_mapped(tmp_path, monkeyp
         torn.truncate(1000)
     with pytest.raises(pytest.fail.Exception):
         make(1_200_000).order(1)
+
+
+def test_a_cached_file_is_made_by_one_process_and_awaited_by_the_others(tmp_path):
+    program = """if True:
+        import sys, time
+        from pathlib import Path
+        from tools import files
+
+        def make(path):
+            with Path(sys.argv[2]).open("a") as log:
+                log.write("made ")
+            time.sleep(1)
+            path.write_text("whole")
+
+        print(files.made_once(Path(sys.argv[1]), make).read_text())
+    """
+    command = [sys.executable, "-c", program, str(tmp_path / "x"), str(tmp_path / "log")]
+    root = Path(data.__file__).parent
+    started = [subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE) for _ in range(3)]
+    assert [process.communicate()[0] for process in started] == [b"whole\n"] * 3
+    assert (tmp_path / "log").read_text() == "made "
+
+
+def test_steps_that_repeat_data_are_counted_before_the_run(write):  # A8
+    files = ",".join(write(f"{i}.npy", np.arange(40)) for i in range(3))  # 30 instances
+    loader = loader_of(files, 7)  # 4 batches an epoch
+    assert [loader.repeats(last) for last in (3, 4, 5, 9)] == [0, 0, 1, 5]
+    assert loader_of(files, 7, resume=loader.cursor(3)).repeats(5) == 1
+    assert loader_of(files, 7, resume=loader.cursor(6)).repeats(9) == 3
 
 
 # Field reports B: token files.
@@ -359,6 +393,7 @@ def test_file_shorter_than_its_index_is_refused(write, tmp_path, monkeypatch, ca
     index = tmp_path / "i.json"
     assert command(monkeypatch, capsys, "index", "--manifest", path, *FLAGS, "--out", index)[0] == 0
     assert data.open_dataset(settings(str(index))).n_instances == 100
+    assert json.loads(index.read_text())["first_ids"] == list(range(8))
     write("a.npy", np.arange(396) % 900)
     with pytest.raises(ValueError, match=r"a\.npy: 1584 bytes, index .* has 1600; index again"):
         data.open_dataset(settings(str(index)))
@@ -380,7 +415,9 @@ def test_instances_behind_two_to_the_thirty_one_tokens_are_read_where_they_are(t
     assert dataset.read(np.array([at // 4], np.uint32)).tokens.tolist() == [[11, 12, 13, 14]]
 
 
-def test_missing_files_are_counted_and_named_at_once(write, tmp_path, monkeypatch, capsys):  # B10
+def test_missing_files_are_counted_and_named_at_once(
+    write, tmp_path, monkeypatch, capsys
+):  # B10, B11
     write("x/a.npy", np.arange(40))
     manifest = tmp_path / "m.txt"
     rows = ["# a mix", "", "l,x/a.npy", *(f"l,x/{{TOKENIZER}}/{i}.npy" for i in range(7))]
@@ -427,6 +464,13 @@ def test_check_prints_the_share_of_filtered_instances(write, monkeypatch, capsys
     )
     assert code == 0
     assert "25.00%" in out
+
+
+def test_files_that_begin_without_the_configured_bos_are_refused(write, tmp_path):  # B12
+    a, b = write("a.npy", [5, *range(39)]), write("b.npy", range(40))
+    assert data.open_dataset(settings(a, bos_id=5)).n_instances == 10
+    with pytest.raises(ValueError, match=r"b\.npy: begins with id 0.*bos_id=5"):
+        data.open_dataset(settings(f"{a},{b}", bos_id=5))
 
 
 # Manifests and indexes.
@@ -481,6 +525,23 @@ def test_foreign_and_damaged_indexes_are_refused(write, tmp_path):
     index.write_text(index.read_text().replace("1600", "1604"))
     with pytest.raises(ValueError, match="is no sound index"):
         data.open_dataset(settings(str(index)))
+
+
+def test_identity_is_that_of_the_published_scripts_unless_told_otherwise():
+    paths, sizes = ["x/a.npy", "b.npy"], np.array([4000, 4004])
+
+    def identity(**changes):
+        return data.fingerprint(data.DataConfig(**changes), paths, sizes)
+
+    fields = (
+        "class=NumpyFSLDatasetvocab_size=100278,pad_token_id=100277,eos_token_id=100257,"
+        "dtype=<class 'numpy.uint32'>,max_target_sequence_length=8192,bos_token_id=None,"
+        "path=a.npy,size=4000,path=b.npy,size=4004,"
+    )
+    assert identity() == hashlib.sha256(fields.encode()).hexdigest()
+    assert identity(max_target_sequence_length=8192) == identity()
+    assert identity(max_target_sequence_length=0) != identity()
+    assert identity(sequence_length=4096) != identity()
 
 
 def test_config_refuses_lengths_and_ids_that_cannot_be():
@@ -619,7 +680,7 @@ def test_live_hash_of_the_devices_shows_double_sharding(write, mesh):
     assert lanes.tolist() != data.instance_hash(honest.instance_ids(3)).tolist()
 
 
-def test_audit_of_a_run_finds_the_step_that_repeats(write, tmp_path, monkeypatch, capsys):
+def test_audit_of_a_run_finds_the_step_that_repeats(write, tmp_path, monkeypatch, capsys):  # A2
     config = settings(write("a.npy", np.arange(400) % 900))
     dataset = data.open_dataset(config)
     loader = data.Loader(dataset, config, 8)
@@ -678,7 +739,10 @@ def test_audit_of_a_run_follows_a_change_of_batch_size(write, tmp_path):
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the files of a folder, by range unless told otherwise, with faults by request."""
+    """Serves the files of a folder, by range unless told otherwise, with faults by request.
+
+    Plainly, and under the addresses of the JSON interface of Google's storage.
+    """
 
     daemon_threads = True
 
@@ -707,7 +771,8 @@ class Handler(BaseHTTPRequestHandler):
         with server.lock:
             server.n_requests += 1
             fault = server.fault(server.n_requests)
-        path = server.folder / self.path.lstrip("/")
+        name = urllib.parse.unquote(self.path.partition("?")[0])
+        path = server.folder / name.removeprefix("/storage/v1/b/bucket/o").lstrip("/")
         if fault in (403, 503) or not path.is_file():
             self.send_response(fault or 404)
             self.send_header("Content-Length", "0")
@@ -722,6 +787,11 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(1.5)
         if wanted and server.ranges:
             start, end = wanted.removeprefix("bytes=").split("-")
+            if int(start) >= len(body):
+                self.send_response(416)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
             self.send_response(206)
             size, body = len(body), body[int(start) : int(end) + 1]
             if fault == "short":
@@ -837,6 +907,23 @@ def test_packed_remote_files_use_the_table_of_documents(write, tmp_path, server)
     remote = data.open_dataset(settings(f"{server.url}/a.npy", **changes))
     every = np.arange(local.n_instances, dtype=np.uint32)
     assert (local.read(every).tokens == remote.read(every).tokens).all()
+
+
+def test_google_storage_gives_the_batches_of_local_files_through_faults(
+    write, tmp_path, server, monkeypatch
+):
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", server.url)
+    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
+    manifest = remote_manifest(tmp_path, write)
+    local = loader_of(str(manifest), 16)
+    remote = loader_of(str(manifest), 16, base="gs://bucket")
+    assert remote.dataset.sizes.tolist() == local.dataset.sizes.tolist()
+    server.fault = lambda n: {3: "reset", 5: 503, 7: "torn", 13: "short"}.get(n % 37)
+    for step in range(1, 11):
+        got, want = (x.read(step, np.arange(16)) for x in (remote, local))
+        assert (got.tokens == want.tokens).all()
+    server.fault = lambda n: None
+    assert data.Files().size("gs://bucket/files/9.npy") == -1
 
 
 def test_s3_server_gives_the_batches_of_local_files(write, tmp_path, monkeypatch):

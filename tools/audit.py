@@ -25,7 +25,7 @@ from data import (
     read_index,
     sample,
 )
-from tools.files import Files, atomic_path
+from tools.files import Files, Request, atomic_path
 
 INDEX_FIELDS = (
     *("sequence_length", "max_target_sequence_length", "tokenizer", "vocab_size", "eos_id"),
@@ -34,13 +34,18 @@ INDEX_FIELDS = (
 
 
 def write_index(
-    out: Path, config: DataConfig, paths: Sequence[str], sizes: Int64[np.ndarray, " F"]
+    out: Path,
+    config: DataConfig,
+    paths: Sequence[str],
+    sizes: Int64[np.ndarray, " F"],
+    first_ids: Sequence[int] = (),
 ) -> None:
     """Writes what there is to know about token files without asking for them again."""
     index = {
         "format": "olmo3-equinox data index 1",
         "fingerprint": fingerprint(config, paths, sizes),
         "config": {name: getattr(config, name) for name in INDEX_FIELDS},
+        "first_ids": list(first_ids),  # whether there is a BOS, and which
         "files": list(zip(paths, sizes.tolist(), strict=True)),
     }
     with atomic_path(out) as temporary:
@@ -52,7 +57,9 @@ def index(config: tyro.conf.OmitArgPrefixes[DataConfig], out: Path) -> None:
     files, paths = Files(), list_files(config)
     sizes = measure(files, paths, config)
     sample(files, paths, sizes, config)
-    write_index(out, config, paths, sizes)
+    first = np.empty(min(8, int(sizes[0]) // np.dtype(config.dtype).itemsize), config.dtype)
+    files.read([Request(paths[0], 0, first)])
+    write_index(out, config, paths, sizes, first.tolist())
     tokens = int(sizes.sum()) // np.dtype(config.dtype).itemsize
     print(f"{out}: {len(paths):,} files, {tokens:,} tokens")
 
