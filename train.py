@@ -1019,6 +1019,9 @@ class Run:
             f"mesh {dict(self.mesh.shape)}, batch {config.batch_instances} = {self.accumulation}"
             f" x {self.mesh.size} devices x {per_device}; step {self.first_step} to {config.steps}"
         )
+        if repeats := self.loader.repeats(config.steps):
+            lacking = repeats * config.batch_instances
+            yield f"{repeats:,} steps will repeat data: {lacking:,} instances are lacking for one epoch"
         if self.store.n_leftovers:
             yield f"removed what {self.store.n_leftovers} unfinished saves had left"
         yield from (f"changed since the checkpoint: {change}" for change in self.changes)
