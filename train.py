@@ -1021,7 +1021,7 @@ class Run:
         )
         if repeats := self.loader.repeats(config.steps):
             lacking = repeats * config.batch_instances
-            yield f"{repeats:,} steps will repeat data: {lacking:,} instances are lacking for one epoch"
+            yield f"{repeats:,} steps will repeat data: an epoch lacks {lacking:,} instances"
         if self.store.n_leftovers:
             yield f"removed what {self.store.n_leftovers} unfinished saves had left"
         yield from (f"changed since the checkpoint: {change}" for change in self.changes)
