@@ -44,7 +44,7 @@ from jaxtyping import Array, Bool, Float32, Int32, Key
 import data
 import eval as evaluation
 import olmo3
-from tools import checkpoints, elastic, processes
+from tools import checkpoints, elastic, processes, scoring
 from tools.checkpoints import restore_model
 from tools.metrics import Log, report
 from tools.processes import MachineConfig, Wish, strongest
@@ -1002,7 +1002,7 @@ class Run:
                 log.say("saved and stopped; the same command goes on")
                 return processes.STOPPED
             if config.sample_tokens:
-                text = evaluation.sample_bytes(state.model, "def ", config.sample_tokens)
+                text = scoring.sample_bytes(state.model, "def ", config.sample_tokens)
                 log.say(f"sample of the trained model:\n{text}")
             return 0
 

@@ -25,8 +25,8 @@ import numpy as np
 import tyro
 
 import convert
-import eval as evaluation
 import olmo3
+from tools import tasks
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,14 @@ def timed(function: Callable[[], Any]) -> tuple[float, float, Any]:
 
 
 def main(bench: Benchmark) -> None:
-    _, choices = evaluation.read_task(bench.wheels, bench.task)
+    _, choices = tasks.read_task(bench.wheels, bench.task)
     choices = [choice for choice in choices if choice.document < bench.documents]
-    tokenizer = evaluation.read_tokenizer(None, bench.wheels)
-    pairs, tasks = [(c.context, c.continuation) for c in choices], {bench.task: ("", choices)}
+    tokenizer = tasks.read_tokenizer(None, bench.wheels)
+    pairs, read = [(c.context, c.continuation) for c in choices], {bench.task: ("", choices)}
     with tempfile.TemporaryDirectory() as name, jax.set_mesh(olmo3.make_mesh()):
         write_model(bench, tokenizer, Path(name))
         model = convert.load_hf(Path(name), compute_dtype="float32")
-        adapter = evaluation.harness_model(model, tokenizer)
+        adapter = tasks.harness_model(model, tokenizer)
         lm_eval = lm_eval_scorer(bench, Path(name))
         requests: list[Any] = [type("Request", (), {"args": pair}) for pair in pairs]
         cold = timed(lambda: adapter.loglikelihood(requests))
@@ -123,7 +123,7 @@ def main(bench: Benchmark) -> None:
         for _ in range(bench.repeats):  # in turns, so that both meet the same disturbances
             ours.append(timed(lambda: adapter.loglikelihood(requests)))
             theirs.append(timed(lambda: lm_eval(pairs)))
-        report = evaluation.run_tasks(model, tokenizer, tasks)[bench.task]["report"]
+        report = tasks.run_tasks(model, tokenizer, read)[bench.task]["report"]
     values = np.array([value for value, _ in ours[0][2]])
     best = [min(runs, key=lambda run: run[0]) for runs in (ours, theirs)]
     cold, warm, other = (round(len(pairs) / wall, 2) for wall, _, _ in (cold, *best))

@@ -23,6 +23,7 @@ import convert
 import data
 import eval as evaluation
 import olmo3
+from tools import compare, metrics, scoring, tasks
 
 TINY = olmo3.ModelConfig(
     vocab_size=384,
@@ -196,8 +197,8 @@ def random_requests(n_contexts, seed=0):
         context = preamble + question if i % 4 else question
         for _ in range(3):
             continuation = rng.integers(0, 256, int(rng.integers(1, 6))).tolist()
-            requests.append(evaluation.Request(context, tuple(continuation)))
-        requests.append(evaluation.Request(context, (int(rng.integers(0, 256)),)))
+            requests.append(scoring.Request(context, tuple(continuation)))
+        requests.append(scoring.Request(context, (int(rng.integers(0, 256)),)))
     return requests
 
 
@@ -208,7 +209,7 @@ def test_scores_match_the_definition_whatever_the_batch_and_order(model):
     wanted = [s[-n:].sum() for n, (s, _) in zip(n_scored, alone, strict=True)]
     greedy = [bool(top[-n:].all()) for n, (_, top) in zip(n_scored, alone, strict=True)]
     for batch_tokens, order in ((32_768, 1), (64, 1), (500, -1)):
-        got = evaluation.score(model, requests[::order], batch_tokens=batch_tokens)
+        got = scoring.score(model, requests[::order], batch_tokens=batch_tokens)
         np.testing.assert_allclose(got.log_probs[::order], wanted, rtol=0, atol=1e-4)
         assert got.greedy[::order].tolist() == greedy
     assert got.report["n_tokens"] < 0.5 * got.report["n_tokens_unshared"]
@@ -217,41 +218,41 @@ def test_scores_match_the_definition_whatever_the_batch_and_order(model):
 
 @pytest.mark.parametrize("prefix", [(), (9,)])
 def test_uniform_model_gives_minus_n_log_v_to_a_continuation(uniform, prefix):
-    requests = [evaluation.Request((*prefix, 1, 2), tuple(range(n))) for n in (1, 2, 7)]
+    requests = [scoring.Request((*prefix, 1, 2), tuple(range(n))) for n in (1, 2, 7)]
     wanted = [-n * math.log(384) for n in (1, 2, 7)]
-    np.testing.assert_allclose(evaluation.score(uniform, requests).log_probs, wanted, rtol=1e-6)
+    np.testing.assert_allclose(scoring.score(uniform, requests).log_probs, wanted, rtol=1e-6)
 
 
 def test_overlong_requests_are_refused_skipped_or_cut_but_never_their_continuation(model):
     rng = np.random.default_rng(1)
     context, continuation = (tuple(rng.integers(0, 256, n).tolist()) for n in (100, 5))
-    request = evaluation.Request(context, continuation)
+    request = scoring.Request(context, continuation)
     with pytest.raises(ValueError, match="104 tokens, above max_length=64"):
-        evaluation.score(model, [request], max_length=64)
-    skipped = evaluation.score(model, [request], 64, "skip")
+        scoring.score(model, [request], max_length=64)
+    skipped = scoring.score(model, [request], 64, "skip")
     assert np.isnan(skipped.log_probs[0])
     assert skipped.report["n_skipped"] == 1
-    cut = evaluation.score(model, [request], 64, "left")
-    same = evaluation.score(model, [evaluation.Request(context[-60:], continuation)])
+    cut = scoring.score(model, [request], 64, "left")
+    same = scoring.score(model, [scoring.Request(context[-60:], continuation)])
     assert cut.report["n_cut"] == 1
     assert cut.log_probs[0] == pytest.approx(same.log_probs[0], abs=1e-5)
     with pytest.raises(ValueError, match="must fit max_length=4"):
-        evaluation.score(model, [request], 4, "left")
+        scoring.score(model, [request], 4, "left")
 
 
 def test_a_second_model_is_not_answered_from_the_first_ones_cache(model, uniform):
     requests = random_requests(4)
-    first = evaluation.score(model, requests).log_probs
-    assert not np.allclose(evaluation.score(uniform, requests).log_probs, first)
-    np.testing.assert_array_equal(evaluation.score(model, requests).log_probs, first)
+    first = scoring.score(model, requests).log_probs
+    assert not np.allclose(scoring.score(uniform, requests).log_probs, first)
+    np.testing.assert_array_equal(scoring.score(model, requests).log_probs, first)
 
 
 def test_cached_steps_equal_the_full_pass_at_every_position_beyond_the_window(model):
     tokens = jax.random.randint(jax.random.key(1), (8, 40), 0, 256, dtype=jnp.int32)
     tokens = evaluation.put_rows(np.asarray(tokens))
     full = model(tokens)
-    hidden, cache = evaluation.prefill(model, tokens[:, :19], 40)
-    steps, extend = [hidden], eqx.filter_jit(evaluation.extend)
+    hidden, cache = scoring.prefill(model, tokens[:, :19], 40)
+    steps, extend = [hidden], eqx.filter_jit(scoring.extend)
     for position in range(19, 40):
         step, cache = extend(
             model, cache, jnp.int32(position), tokens[:, position : position + 1], keep=True
@@ -270,10 +271,10 @@ def golden_requests(folder, task):
         query = arrays["query_tokens"][arrays["offsets"][i] : arrays["offsets"][i + 1]].tolist()
         context = tuple(query[: row["ctx_len"]])
         if "choice_token_ids" in row:
-            requests += [evaluation.Request(context, (token,)) for token in row["choice_token_ids"]]
+            requests += [scoring.Request(context, (token,)) for token in row["choice_token_ids"]]
             wanted += row["choice_logprobs"]
         else:
-            requests.append(evaluation.Request(context, tuple(row["cont_tokens"])))
+            requests.append(scoring.Request(context, tuple(row["cont_tokens"])))
             wanted.append(row["logprob_sum"])
     return golden, requests, np.array(wanted)
 
@@ -304,7 +305,7 @@ def test_kl_has_a_direction_and_the_real_vocabulary(model):
 
 def test_greedy_sampling_repeats_what_the_full_pass_would_choose(model):
     prompt = np.random.default_rng(0).integers(0, 256, 13).astype(np.int32)
-    got = evaluation.generate(model, jnp.asarray(prompt)[None], 15, jax.random.key(0))
+    got = scoring.generate(model, jnp.asarray(prompt)[None], 15, jax.random.key(0))
     ids = prompt.tolist()
     for token in np.asarray(got)[0].tolist():
         padded = np.zeros((8, 32), np.int32)
@@ -316,7 +317,7 @@ def test_greedy_sampling_repeats_what_the_full_pass_would_choose(model):
 
 def test_top_p_draws_only_from_the_fewest_likely_tokens(model):
     prompts = jnp.tile(jnp.arange(10, dtype=jnp.int32), (2000, 1))
-    drawn = np.asarray(evaluation.generate(model, prompts, 1, jax.random.key(0), (1.0, 0.3)))[:, 0]
+    drawn = np.asarray(scoring.generate(model, prompts, 1, jax.random.key(0), (1.0, 0.3)))[:, 0]
     scores = np.asarray(full_logits(model, evaluation.put_rows(np.asarray(prompts[:8]))))[0, -1]
     p = np.exp(scores[:258].astype(np.float64))
     p = p / p.sum()
@@ -348,11 +349,11 @@ def test_golden_downstream_log_probabilities_and_metrics(file, downstream_model)
         texts = row.get("choice_strings", [row["continuation"]])
         for i, text in enumerate(texts):
             number = i if len(texts) > 1 else row["cont_id"]
-            rows.append(evaluation.Choice("", row["doc_id"], number, row["label_id"], "", text))
-    log_probs = evaluation.score(downstream_model, requests).log_probs
+            rows.append(tasks.Choice("", row["doc_id"], number, row["label_id"], "", text))
+    log_probs = scoring.score(downstream_model, requests).log_probs
     np.testing.assert_allclose(log_probs, wanted, rtol=0, atol=1e-4)
     n_tokens = np.array([len(r.continuation) for r in requests])
-    got, exact = (evaluation.summarise_task(rows, x, n_tokens)["all"] for x in (log_probs, wanted))
+    got, exact = (tasks.summarise_task(rows, x, n_tokens)["all"] for x in (log_probs, wanted))
     assert got == pytest.approx(exact, abs=1e-5)
     for ours, theirs in (
         ("acc_raw", "acc_v2"),
@@ -371,10 +372,10 @@ def test_golden_downstream_requests_come_out_of_the_wheel(name):
     if not file.exists():
         pytest.skip("OLMO3_GOLDENS names no folder with the downstream goldens")
     golden, requests, _ = golden_requests(file.parent, name)
-    _, choices = evaluation.read_task(folder, name)
+    _, choices = tasks.read_task(folder, name)
     import tokenizers
 
-    encoder = tokenizers.Tokenizer.from_str(evaluation.read_tokenizer(None, folder))
+    encoder = tokenizers.Tokenizer.from_str(tasks.read_tokenizer(None, folder))
     ours = {(choice.context, choice.continuation): choice for choice in choices}
     for row, request in zip(golden, requests, strict=True):
         choice = ours[row["context"], row["continuation"]]
@@ -394,7 +395,7 @@ def test_golden_downstream_requests_come_out_of_the_wheel(name):
     ],
 )
 def test_tasks_are_found_by_the_names_that_people_know(name, primary, n_documents):
-    got, choices = evaluation.read_task(wheels(), name)
+    got, choices = tasks.read_task(wheels(), name)
     assert got == primary
     assert len({c.document for c in choices}) == n_documents
 
@@ -403,7 +404,7 @@ def test_an_unknown_task_is_refused_with_its_neighbours():
     with pytest.raises(
         ValueError, match=r"arc_easy_rc_7shot is not in .* near are .*arc_easy_rc_5shot"
     ):
-        evaluation.read_task(wheels(), "arc_easy_rc_7shot")
+        tasks.read_task(wheels(), "arc_easy_rc_7shot")
 
 
 def test_lm_eval_drives_our_model(model):
@@ -420,7 +421,7 @@ def test_lm_eval_drives_our_model(model):
             | {"lstrip": False, "rstrip": False, "normalized": False}
         ],
     }
-    harness = evaluation.harness_model(model, json.dumps(tokenizer), max_length=64)
+    harness = tasks.harness_model(model, json.dumps(tokenizer), max_length=64)
     pairs = [("Ans", "wer"), ("one two ", " three"), ("", "x")]
     requests = [types.SimpleNamespace(args=pair) for pair in pairs]
     got = harness.loglikelihood(requests)
@@ -447,13 +448,13 @@ def bytes_to_character(byte):
 
 
 def test_exact_lengths_decide_between_a_short_and_a_long_choice():
-    rows = [evaluation.Choice("", 0, i, 1, "", text) for i, text in enumerate((" a", " bb"))]
-    out = evaluation.summarise_task(rows, np.array([-2.0, -2.9]), np.array([1, 1]))["all"]
+    rows = [tasks.Choice("", 0, i, 1, "", text) for i, text in enumerate((" a", " bb"))]
+    out = tasks.summarise_task(rows, np.array([-2.0, -2.9]), np.array([1, 1]))["all"]
     # per character -1.0 against -0.967; dropping one of each length would give -2.0 against -1.45
     assert out["acc_per_char"] == 1
     assert out["acc_raw"] == out["acc_per_token"] == 0
     assert out["bits_per_byte"] == pytest.approx(2.9 / 3 / math.log(2))
-    out = evaluation.summarise_task(rows, np.array([-2.0, -3.1]), np.array([1, 1]))["all"]
+    out = tasks.summarise_task(rows, np.array([-2.0, -3.1]), np.array([1, 1]))["all"]
     assert out["acc_per_char"] == 0  # -1.0 against -1.033, where lengths less one prefer the second
 
 
@@ -465,7 +466,7 @@ def test_bytes_come_from_the_tokens_and_not_from_decoded_text():
     }  # the last is b"\xe2\x82", part of a euro sign
     added = [{"id": 3, "content": "<|endoftext|>", "special": True}]
     text = json.dumps({"model": {"vocab": vocab}, "added_tokens": added})
-    assert evaluation.count_token_bytes(text, 5).tolist() == [1, 4, 2, 0, 0]
+    assert tasks.count_token_bytes(text, 5).tolist() == [1, 4, 2, 0, 0]
 
 
 def write_run(folder, losses, heldout_losses, hashes=None, extra=()):
@@ -488,13 +489,13 @@ def write_run(folder, losses, heldout_losses, hashes=None, extra=()):
 def test_after_a_restart_the_later_rows_count(tmp_path):
     again = [{"event": "start", "step": 3}, {"step": 3, "ce": 7.0}]
     folder = write_run(tmp_path / "a", [5.0, 4, 3, 2], {2: 4.0, 4: 1.0}, None, again)
-    run = evaluation.read_run(folder)
+    run = compare.read_run(folder)
     assert {step: row["ce"] for step, row in run.steps.items()} == {1: 5.0, 2: 4, 3: 7.0}
     assert list(run.evals) == [2]
 
 
 def verdicts(folder, baseline):
-    rows = evaluation.judge(evaluation.read_run(folder), evaluation.read_run(baseline))
+    rows = compare.judge(compare.read_run(folder), compare.read_run(baseline))
     return {row[0]: row[-1] for row in rows}
 
 
@@ -520,12 +521,12 @@ def test_a_training_loss_that_held_out_loss_does_not_follow_is_called_out(tmp_pa
 def test_a_repeat_with_another_seed_sets_the_noise_floor():
     steps = {step: {"ce": 3.0} for step in range(1, 101)}
     far, near = ({k: {"ce": 3.0 + d} for k in steps} for d in (0.08, 0.05))
-    base = evaluation.Curves("base", steps, {1: {"x": (1.0, 0.0)}}, {"seed": 0, "lr": 1})
-    repeat = evaluation.Curves("repeat", far, {1: {"x": (1.2, 0.0)}}, {"seed": 1, "lr": 1})
-    other = evaluation.Curves("other", near, {1: {"x": (1.1, 0.0)}}, {"seed": 0, "lr": 2})
-    assert [evaluation.is_repeat(x, base) for x in (base, repeat, other)] == [False, True, False]
+    base = compare.Curves("base", steps, {1: {"x": (1.0, 0.0)}}, {"seed": 0, "lr": 1})
+    repeat = compare.Curves("repeat", far, {1: {"x": (1.2, 0.0)}}, {"seed": 1, "lr": 1})
+    other = compare.Curves("other", near, {1: {"x": (1.1, 0.0)}}, {"seed": 0, "lr": 2})
+    assert [compare.is_repeat(x, base) for x in (base, repeat, other)] == [False, True, False]
     without, within = (
-        [row[-1] for row in evaluation.judge(other, base, repeats)] for repeats in ([], [repeat])
+        [row[-1] for row in compare.judge(other, base, repeats)] for repeats in ([], [repeat])
     )
     assert without == ["higher", "higher"]
     assert within == ["agrees", "agrees"]
@@ -591,7 +592,7 @@ def test_a_mirror_that_fails_is_dropped_and_training_goes_on(tmp_path, capsys, m
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for _ in range(2):
-        mirrors = evaluation.Mirrors(["wandb", "nonsense"], tmp_path, {})
+        mirrors = metrics.Mirrors(["wandb", "nonsense"], tmp_path, {})
         mirrors.write({"step": 1, "ce": 2.0})
         mirrors.write({"step": 2, "ce": 2.0})
     assert ids == [("abc123", "allow")] * 2
@@ -600,7 +601,7 @@ def test_a_mirror_that_fails_is_dropped_and_training_goes_on(tmp_path, capsys, m
 
 def test_tensorboard_gets_the_numbers_of_the_rows(tmp_path):
     pytest.importorskip("tensorboardX")
-    mirrors = evaluation.Mirrors(["tensorboard"], tmp_path, {})
+    mirrors = metrics.Mirrors(["tensorboard"], tmp_path, {})
     mirrors.write({"step": 3, "ce": 2.5, "data_hash": "00ff", "eval": {"pooled": {"ppl": 9.0}}})
     deadline = time.monotonic() + 20  # its writer is a thread
     events = b""

@@ -1,19 +1,73 @@
 """metrics.jsonl, the truth about a run: written row by row, and read as an account of its time."""
 
+import atexit
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import jax
 
-import eval as evaluation
-
 COLUMNS = ("start", "compile", "productive", "data", "save", "eval", "lost")
+
+
+class Mirrors:
+    """Copies rows of metrics.jsonl to Weights & Biases or TensorBoard; never ends or delays a run.
+
+    A mirror that fails says so once and is dropped: the file stays the truth. The run directory
+    keeps the W&B run id, so a resumed run goes on in the same place.
+    """
+
+    def __init__(self, names: Sequence[str], run_dir: Path, config: dict):
+        self.sinks: dict[str, Callable[[int, dict], Any]] = {}
+        for name in names:
+            self._attempt(name, lambda name=name: self._open(name, run_dir, config))
+
+    def _attempt(self, name: str, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except Exception as error:  # whatever a tracker does wrong, training goes on
+            self.sinks.pop(name, None)
+            print(f"warning: mirror {name} dropped: {error!r}", file=sys.stderr)
+
+    def _open(self, name: str, run_dir: Path, config: dict) -> None:
+        if name == "tensorboard":
+            import tensorboardX
+
+            writer = tensorboardX.SummaryWriter(str(run_dir / "tensorboard"), flush_secs=5)
+            atexit.register(writer.close)
+            self.sinks[name] = lambda step, row: [
+                writer.add_scalar(key, value, step) for key, value in row.items()
+            ]
+        elif name == "wandb":
+            import wandb  # pyright: ignore[reportMissingImports] - an extra
+
+            id_file = run_dir / "wandb_run_id"
+            if not id_file.exists():
+                id_file.write_text(wandb.util.generate_id())
+            run = wandb.init(
+                id=id_file.read_text(),
+                resume="allow",
+                dir=run_dir,
+                config=config,
+                name=run_dir.name,
+            )
+            self.sinks[name] = lambda step, row: run.log(row, step=step)
+        else:
+            raise ValueError(f"there is no mirror {name!r}; there are wandb and tensorboard")
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Sends the numbers of a row, those of evaluations as eval/LABEL/NAME."""
+        numbers = {k: v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
+        for label, values in row.get("eval", {}).items():
+            numbers |= {f"eval/{label}/{k}": v for k, v in values.items() if not isinstance(v, str)}
+        for name, sink in list(self.sinks.items()):
+            if numbers:
+                self._attempt(name, lambda sink=sink: sink(row["step"], numbers))
 
 
 class Log:
@@ -21,7 +75,7 @@ class Log:
 
     def __init__(self, folder: Path, mirrors: tuple[str, ...] = (), config: dict | None = None):
         self.first = jax.process_index() == 0  # the others compute the same and write nothing
-        self.mirrors = evaluation.Mirrors(mirrors if self.first else (), folder, config or {})
+        self.mirrors = Mirrors(mirrors if self.first else (), folder, config or {})
         path = folder / "metrics.jsonl" if self.first else Path(os.devnull)
         if path.is_file():  # a killed process may leave half a row
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
