@@ -449,18 +449,17 @@ def open_dataset(config: DataConfig, split: Literal["train", "heldout"] = "train
     Raises ValueError or OSError with one line that names file and numbers.
     """
     files, paths = Files(), list_files(config, split)
-    if not config.source.endswith(".json"):
-        sizes = measure(files, paths, config)
-        sample(files, paths, sizes, config)
+    indexed = read_index(config)[2] if config.source.endswith(".json") else None
+    asked = [i for i, path in enumerate(paths) if indexed is None or "://" not in path]
+    here = [paths[i] for i in asked]
+    sizes = measure(files, here, config)
+    sample(files, here, sizes, config)
+    if indexed is None:
         return make_dataset(config, files, paths, sizes)
-    sizes = read_index(config)[2]
-    local = [i for i, path in enumerate(paths) if "://" not in path]
-    here = [paths[i] for i in local]
-    for path, new, old in zip(here, measure(files, here, config), sizes[local], strict=True):
+    for path, new, old in zip(here, sizes, indexed[asked], strict=True):
         if new != old:
             raise ValueError(f"{path}: {new} bytes, index {config.source} has {old}; index again")
-    sample(files, here, sizes[local], config)
-    return make_dataset(config, files, paths, sizes)
+    return make_dataset(config, files, paths, indexed)
 
 
 @dataclass(frozen=True)
@@ -485,11 +484,8 @@ def resumed(old: Cursor, new: Cursor, allow_data_change: bool) -> Cursor:
     changes the order is refused unless allowed, and then said.
     """
     names = ("fingerprint", "seed", "sequence_length", "batch_instances")
-    changes = [
-        f"{name}: {getattr(old, name)} -> {getattr(new, name)}"
-        for name in names
-        if getattr(old, name) != getattr(new, name)
-    ]
+    pairs = ((name, getattr(old, name), getattr(new, name)) for name in names)
+    changes = [f"{name}: {a} -> {b}" for name, a, b in pairs if a != b]
     if changes and not allow_data_change:
         raise ValueError(
             f"data changed since the checkpoint ({'; '.join(changes)}); restore it, or set "
@@ -532,8 +528,7 @@ class Loader:
         At the scale of stage 1 it is 2.9 GB, made once per host and shared by its processes. Its
         name carries the dataset's identity, which OLMo-core's own cache lacks (spec T19).
         """
-        n, chunk = self.dataset.n_instances, self.dataset.chunk
-        seed = self.config.seed + epoch
+        n, chunk, seed = self.dataset.n_instances, self.dataset.chunk, self.config.seed + epoch
         with self.lock:
             if epoch in self.orders:
                 return self.orders[epoch]
