@@ -27,7 +27,7 @@ from safetensors.numpy import load_file, save_file
 import convert
 import olmo3
 import train
-from tools import checkpoints, distcp, leaves, parity, shards
+from tools import checkpoints, distcp, leaves, parity, runs, shards
 
 BF16 = np.dtype(jnp.bfloat16)
 HF = {
@@ -231,10 +231,10 @@ def test_checkpoint_of_a_run_exports_with_its_token_ids(tmp_path, mesh):
     config = dataclasses.replace(tiny, model=model, run_dir=tmp_path / "run")
     state = jax.jit(lambda key: train.init_state(config, key))(jax.random.key(1))
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text(json.dumps(train.config_json(config)))
+    (tmp_path / "run" / "config.json").write_text(json.dumps(runs.config_json(config)))
     items = ocp.args.Composite(
         model=ocp.args.StandardSave(state.model),
-        config=ocp.args.JsonSave(train.config_json(config)),
+        config=ocp.args.JsonSave(runs.config_json(config)),
     )
     with checkpoints.open_checkpoints(tmp_path / "run" / "checkpoints", config) as manager:
         manager.save(7, args=items)

@@ -16,7 +16,7 @@ from test_train import SMALL, rows_of, token_files
 
 import data
 import train
-from tools import checkpoints, elastic, processes
+from tools import checkpoints, elastic, processes, runs
 
 ROOT = Path(__file__).parent.parent
 FLOAT32 = [*SMALL, "--model.compute-dtype", "float32"]
@@ -207,7 +207,7 @@ def test_pathways_manager_finds_the_slices_and_scales_up_again(unbroken, tmp_pat
     )
     patch(elastic.Slices, "due", lambda self, _: bool(alive - self.manager.active_slice_indices))
     flags = [*ELASTIC, "--min-devices", "4", "--steps", "24", "--run-dir", str(tmp_path)]
-    assert train.train(train.parse(flags), None, manager) == 0
+    assert runs.start(train.parse(flags), None, manager) == 0
     check_same_curve(tmp_path, unbroken)
     lost, back = events(tmp_path, "recovery")
     assert (lost["n_devices"], lost["steps_lost"]) == (4, 3)

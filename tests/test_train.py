@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import data
 import olmo3
 import train
-from tools import checkpoints
+from tools import checkpoints, runs
 from tools.processes import free_port
 
 # A run that compiles and steps in seconds; every test that trains starts from these flags.
@@ -397,11 +397,11 @@ def test_any_devices_continue_a_run_with_the_same_losses(mesh, on_eight, tmp_pat
 @pytest.mark.slow
 def test_loss_that_never_is_finite_ends_the_run_naming_step_and_batch(tmp_path):
     flags = [*SMALL, "--max-devices", "1", "--steps", "9", "--run-dir", str(tmp_path)]
-    run = train.Run(train.parse([*flags, "--max-nonfinite-steps", "3"]))
+    run = runs.Run(train.parse([*flags, "--max-nonfinite-steps", "3"]))
     with pytest.raises(
         RuntimeError, match=r"not finite for 3 steps up to step 3 \(data_hash=\w+\)"
     ):
-        train.Run(
+        runs.Run(
             dataclasses.replace(
                 run.config, model=dataclasses.replace(run.config.model, init_std=float("nan"))
             )
@@ -411,12 +411,12 @@ def test_loss_that_never_is_finite_ends_the_run_naming_step_and_batch(tmp_path):
 
 def test_resume_refuses_another_model_and_reports_other_changes():
     config = small()
-    saved = train.config_json(config)
+    saved = runs.config_json(config)
     other = dataclasses.replace(config, model=dataclasses.replace(config.model, d_ff=128))
     with pytest.raises(ValueError, match=r"model.d_ff: 64 -> 128"):
-        checkpoints.check_same_run(saved, train.config_json(other))
+        checkpoints.check_same_run(saved, runs.config_json(other))
     other = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=1.0))
-    assert checkpoints.check_same_run(saved, train.config_json(other)) == ["optim.lr: 0.004 -> 1.0"]
+    assert checkpoints.check_same_run(saved, runs.config_json(other)) == ["optim.lr: 0.004 -> 1.0"]
 
 
 def test_devices_that_get_other_rows_than_the_order_says_stop_the_run(tmp_path, monkeypatch):
@@ -426,7 +426,7 @@ def test_devices_that_get_other_rows_than_the_order_says_stop_the_run(tmp_path, 
         return honest(self, 2 * step, rows)
 
     monkeypatch.setattr(data.Loader, "read", sharded_twice)
-    run = train.Run(train.parse([*SMALL, "--steps", "3", "--run-dir", str(tmp_path)]))
+    run = runs.Run(train.parse([*SMALL, "--steps", "3", "--run-dir", str(tmp_path)]))
     with pytest.raises(RuntimeError, match=r"data_hash=.* at step 1, but the order says"):
         run.train()
 
