@@ -636,45 +636,6 @@ def set_libtpu_flags(machine: MachineConfig) -> None:
         print(f"libtpu flags: {' '.join(filter(None, words[1:]))}", file=sys.stderr)
 
 
-def abstract_batch(config: RunConfig, mesh: Mesh) -> data.DeviceBatch:
-    """Shapes, dtypes and shardings of a global batch."""
-    accumulation = micro_batches(config, mesh.size)
-    rows = (accumulation, config.batch_instances // accumulation)
-    sharding = NamedSharding(mesh, P(None, ("data", "fsdp")))
-
-    def array(shape: tuple[int, ...], dtype: Any) -> Any:  # noqa: ANN401 - shapes pose as arrays
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    tokens = array((*rows, config.data.sequence_length), jnp.int32)
-    segments = tokens if config.data.packed else None
-    return data.DeviceBatch(tokens, tokens, segments, array(rows, jnp.uint32))
-
-
-def compile_ahead(config: RunConfig) -> int:
-    """Compiles the step for a TPU topology that is not here and reports; 1 if it does not fit.
-
-    Needs the `tpu` extra, which brings the compiler.
-    """
-    from benchmarks import hlo
-
-    devices = hlo.absent_devices(config.machine.aot)
-    mesh = train_mesh(config, devices)
-    lr = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
-    with jax.set_mesh(mesh):
-        step = jax.jit(functools.partial(train_step, config), donate_argnums=0)
-        lowered = step.lower(abstract_state(config, mesh), abstract_batch(config, mesh), lr)
-    length, rows = config.data.sequence_length, config.batch_instances // mesh.size
-    facts = hlo.Step(
-        mesh=mesh,
-        rows=rows,
-        micro_batches=micro_batches(config, mesh.size),
-        length=length,
-        model=config.model,
-        flops=rows * length * olmo3.flops_per_token(config.model, length),
-    )
-    return hlo.compile_and_report(lowered, facts, config.machine.hlo)
-
-
 # One function for all runs and attempts of a process: a mesh that was in use needs no compilation.
 compiled_step = jax.jit(train_step, static_argnums=0, donate_argnums=1)
 
@@ -769,7 +730,7 @@ def main(arguments: list[str]) -> int:
         config = parse(arguments)
         set_libtpu_flags(config.machine)
         if config.machine.aot:
-            return compile_ahead(config)
+            return importlib.import_module("tools.aot").compile_ahead(config)
         if config.machine.supervise:
             command = [sys.executable, __file__, *arguments, "--supervise", "0"]
             fits = functools.partial(fits_processes, config)

@@ -6,8 +6,8 @@
 A tile is BLOCK_Q,BLOCK_KV,KV_COMPUTE, the same forward and backward. For each, forward and backward
 of one sliding and one full layer of the 7B are compiled for an absent TPU, and the bundles of the
 kernels' inner regions are read from libtpu's dump. A bundle issues in one cycle; stalls for memory
-are not in it. Printed are cycles per 1024 x 1024 scores (what hlo.CHIPS holds) and milliseconds per
-step at 4 sequences of 8192 a device. Every compilation is a process of its own: libtpu reads where
+are not in it. Printed are cycles per 1024 x 1024 scores (what CHIPS of tools/aot.py holds) and
+milliseconds per step at 4 sequences of 8192 a device. Every compilation is a process of its own: libtpu reads where
 to dump only once. Needs the tpu extra.
 """
 
@@ -19,6 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 CLOCK = {"tpu7x": 2.2e9, "v5p": 1.75e9}  # cycles per second; tpu7x inferred from its peak
 CORES = {"tpu7x": 1, "v5p": 2}  # TensorCores that share one device's grid
 LENGTH, WINDOW, WIDTH, ROWS = 8192, 4096, 4096, 4
@@ -29,7 +31,6 @@ def compile_kernels(topology: str, head: int, window: int, tile: list[int]) -> N
     """Compiles forward and backward of one layer; the dump goes where LIBTPU_INIT_ARGS says."""
     import jax
     import jax.numpy as jnp
-    from hlo import absent_devices
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as kernel,
     )
@@ -38,6 +39,8 @@ def compile_kernels(topology: str, head: int, window: int, tile: list[int]) -> N
     )
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
+
+    from tools.aot import absent_devices
 
     devices = absent_devices(topology)
     mesh = jax.make_mesh((len(devices),), ("x",), devices=devices)

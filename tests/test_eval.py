@@ -23,7 +23,7 @@ import convert
 import data
 import eval as evaluation
 import olmo3
-from tools import compare, metrics, scoring, tasks
+from tools import compare, divergence, metrics, scoring, tasks
 
 TINY = olmo3.ModelConfig(
     vocab_size=384,
@@ -282,7 +282,7 @@ def golden_requests(folder, task):
 def test_kl_has_a_direction_and_the_real_vocabulary(model):
     other = olmo3.Olmo3(TINY, jax.random.key(1))
     rows = heldout([5, 30, 1])
-    got, back = evaluation.divergence(model, other, rows), evaluation.divergence(other, model, rows)
+    got, back = divergence.divergence(model, other, rows), divergence.divergence(other, model, rows)
     tokens = np.zeros((8, 30), np.int32)
     for i in range(2):
         tokens[i, : len(rows.documents[i])] = rows.documents[i]
@@ -298,7 +298,7 @@ def test_kl_has_a_direction_and_the_real_vocabulary(model):
     assert got["n_tokens"] == 33
     assert got["vocabulary"] == 258
     assert abs(got["kl_mean"] - back["kl_mean"]) > 1e-3
-    same = evaluation.divergence(model, model, rows)
+    same = divergence.divergence(model, model, rows)
     assert same["kl_max"] == pytest.approx(0, abs=1e-6)
     assert same["top1_agreement"] == same["top5_agreement"] == 1
 

@@ -1,6 +1,6 @@
 """Reads what a TPU will do from a compiled program's HLO text: work, traffic, overlap, time.
 
-`train.py --aot` compiles and prints with this.
+`train.py --aot` compiles the very step that it would train with, and prints, with this.
 
 The compiler leaves its own cycle estimate on every instruction except Pallas kernels and
 collectives. Pallas kernels are priced from a table of milliseconds per call (benchmarks/splash.py
@@ -23,8 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import topologies
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import data
+import olmo3
+import train
 
 COLLECTIVES = (
     "all-gather",
@@ -426,6 +432,20 @@ class Program:
         return sorted(rows, reverse=True)[:n]
 
 
+def abstract_batch(config: train.RunConfig, mesh: Mesh) -> data.DeviceBatch:
+    """Shapes, dtypes and shardings of a global batch."""
+    accumulation = train.micro_batches(config, mesh.size)
+    rows = (accumulation, config.batch_instances // accumulation)
+    sharding = NamedSharding(mesh, P(None, ("data", "fsdp")))
+
+    def array(shape: tuple[int, ...], dtype: Any) -> Any:  # noqa: ANN401 - shapes pose as arrays
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    tokens = array((*rows, config.data.sequence_length), jnp.int32)
+    segments = tokens if config.data.packed else None
+    return data.DeviceBatch(tokens, tokens, segments, array(rows, jnp.uint32))
+
+
 @dataclass(frozen=True)
 class Step:
     """What the caller knows about the step it wants compiled."""
@@ -527,3 +547,25 @@ def estimate(text: str, step: Step) -> Iterator[str]:
             f"  {seconds * 1e3:7.1f} ms {flops / 1e12:7.1f} TFLOP {n:4d} x {label:9}"
             f" {shape[:48]:48} {source[-60:]}"
         )
+
+
+def compile_ahead(config: train.RunConfig) -> int:
+    """Compiles the step for a TPU topology that is not here and reports; 1 if it does not fit.
+
+    Needs the `tpu` extra, which brings the compiler.
+    """
+    mesh = train.train_mesh(config, absent_devices(config.machine.aot))
+    lr = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
+    state, batch = train.abstract_state(config, mesh), abstract_batch(config, mesh)
+    with jax.set_mesh(mesh):
+        lowered = train.compiled_step.lower(config, state, batch, lr)
+    length, rows = config.data.sequence_length, config.batch_instances // mesh.size
+    facts = Step(
+        mesh=mesh,
+        rows=rows,
+        micro_batches=train.micro_batches(config, mesh.size),
+        length=length,
+        model=config.model,
+        flops=rows * length * olmo3.flops_per_token(config.model, length),
+    )
+    return compile_and_report(lowered, facts, config.machine.hlo)
