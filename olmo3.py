@@ -164,7 +164,7 @@ def init_gain(*shape: int) -> Float32[Array, "..."]:
 
 
 def gather(w: Float[Array, "..."], dtype: jnp.dtype, flat: bool = False) -> Float[Array, "..."]:
-    """All-gathers a sharded master weight for use in one matmul; the only place where weights move.
+    """All-gathers a sharded master weight for one matmul; all weights but the head's in the loss.
 
     `flat` merges the axes behind the first, which is how TPUs multiply them fastest.
 
@@ -590,47 +590,6 @@ def logits(model: Olmo3, hidden: Float[Array, "B S D"]) -> Float32[Array, "B S V
     """Scores of the next token: rounded to the compute dtype as in the reference, then float32."""
     head = gather(model.unembed, hidden.dtype)
     return jnp.einsum("BSD,VD->BSV", hidden, head).astype(jnp.float32)
-
-
-@jax.named_scope("loss")
-def token_losses(
-    model: Olmo3, hidden: Float[Array, "B S D"], targets: Int32[Array, "B S"]
-) -> tuple[Float32[Array, "B S"], Float32[Array, "B S"]]:
-    """Cross-entropy in nats and squared log-normaliser of every position; zero where the target is
-    negative.
-
-    Logits exist for `loss_chunk` positions at a time and are recomputed in the backward pass. The
-    head enters the loop as float32 so that its gradient is summed over chunks in float32.
-    """
-    n_positions = hidden.shape[1]
-    chunk = min(model.config.loss_chunk, n_positions)
-    padding = -n_positions % chunk
-    hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
-    targets = jnp.pad(targets, ((0, 0), (0, padding)), constant_values=-1)
-    head = gather(model.unembed, model.unembed.dtype)
-
-    @jax.checkpoint
-    def chunk_losses(
-        head: Float[Array, "V D"], hidden: Float[Array, "B C D"], targets: Int32[Array, "B C"]
-    ) -> tuple[Float32[Array, "B C"], Float32[Array, "B C"]]:
-        scores = jnp.einsum("BCD,VD->BCV", hidden, head.astype(hidden.dtype)).astype(jnp.float32)
-        normaliser = jax.nn.logsumexp(scores, axis=-1)
-        index = jnp.maximum(targets, 0)[..., None]
-        target_score = jnp.take_along_axis(scores, index, axis=-1)[..., 0]
-        is_target = targets >= 0
-        ce = jnp.where(is_target, normaliser - target_score, 0.0)
-        return ce, jnp.where(is_target, jnp.square(normaliser), 0.0)
-
-    def step(_: None, xs: tuple) -> tuple[None, tuple]:
-        return None, chunk_losses(head, *xs)
-
-    chunks = (
-        rearrange(hidden, "B (n C) D -> n B C D", C=chunk),
-        rearrange(targets, "B (n C) -> n B C", C=chunk),
-    )
-    _, losses = jax.lax.scan(step, None, chunks)
-    ce, z = (rearrange(x, "n B C -> B (n C)")[:, :n_positions] for x in losses)
-    return ce, z
 
 
 def vocabulary_gradients(

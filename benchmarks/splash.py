@@ -7,8 +7,8 @@ A tile is BLOCK_Q,BLOCK_KV,KV_COMPUTE, the same forward and backward. For each, 
 of one sliding and one full layer of the 7B are compiled for an absent TPU, and the bundles of the
 kernels' inner regions are read from libtpu's dump. A bundle issues in one cycle; stalls for memory
 are not in it. Printed are cycles per 1024 x 1024 scores (what CHIPS of tools/aot.py holds) and
-milliseconds per step at 4 sequences of 8192 a device. Every compilation is a process of its own: libtpu reads where
-to dump only once. Needs the tpu extra.
+milliseconds per step at 4 sequences of 8192 a device. Every compilation is a process of its own:
+libtpu reads where to dump only once. Needs the tpu extra.
 """
 
 import argparse

@@ -218,8 +218,7 @@ def test_chunked_loss_and_gradient_equal_the_unchunked_definition(chunk):
     targets = jnp.where(tokens % 5 == 0, -1, tokens)
 
     def chunked(model, hidden):
-        ce, z = olmo3.token_losses(model, hidden, targets)
-        return jnp.sum(ce) + 1e-2 * jnp.sum(z)
+        return olmo3.summed_loss(model, hidden, targets, 1e-2)[0]
 
     def plain(model, hidden):
         scores = olmo3.logits(model, hidden)
@@ -238,11 +237,10 @@ def test_chunked_loss_and_gradient_equal_the_unchunked_definition(chunk):
 def test_loss_of_a_uniform_model_is_the_log_of_the_padded_vocabulary():
     model = eqx.tree_at(lambda m: m.unembed, build(), jnp.zeros_like(build().unembed))
     targets = tokens_of((8, 16)).at[:, -1].set(-1)
-    ce, z = jax.jit(lambda m: olmo3.token_losses(m, m(tokens_of((8, 16))), targets))(model)
-    assert np.asarray(ce)[:, :-1] == pytest.approx(math.log(64), rel=1e-6)
-    assert np.asarray(z)[:, :-1] == pytest.approx(math.log(64) ** 2, rel=1e-6)
-    assert (np.asarray(ce)[:, -1] == 0).all()
-    assert (np.asarray(z)[:, -1] == 0).all()
+    hidden = jax.jit(lambda m: m(tokens_of((8, 16))))(model)
+    _, (ce, z) = jax.jit(olmo3.summed_loss, static_argnums=3)(model, hidden, targets, 0.0)
+    assert float(ce) == pytest.approx(8 * 15 * math.log(64), rel=1e-6)
+    assert float(z) == pytest.approx(8 * 15 * math.log(64) ** 2, rel=1e-6)
 
 
 def primitives(jaxpr):
@@ -258,19 +256,24 @@ def test_every_weight_is_gathered_once_and_every_gradient_reduced_in_float32():
     tokens = tokens_of((8, 16))
 
     def loss(model):
-        return jnp.sum(olmo3.token_losses(model, model(tokens), tokens)[0])
+        return olmo3.summed_loss(model, model(tokens), tokens, 1e-5)[0]
 
     shapes = jax.eval_shape(lambda: olmo3.Olmo3(config, jax.random.key(0)))
-    moves = [
-        (str(e.invars[0].aval), str(e.outvars[0].aval))
-        for e in primitives(jax.make_jaxpr(jax.grad(loss))(shapes).jaxpr)
-        if e.primitive.name == "reshard"
-    ]
+    equations = [*primitives(jax.make_jaxpr(jax.grad(loss))(shapes).jaxpr)]
+    names = ("reshard", "all_gather", "reduce_scatter")
+    moving = [e for e in equations if e.primitive.name in names]
+    types = [(e.primitive.name, str(e.invars[0].aval), str(e.outvars[0].aval)) for e in moving]
+    moves = [(here, there) for name, here, there in types if name == "reshard"]
     gathered = [there for here, there in moves if "@fsdp" in here and "{R:(data,fsdp)}" in there]
     reduced = [here for here, there in moves if "{U:(data,fsdp)}" in here and "@fsdp" in there]
-    n_matrices = 2 + 4 * 7  # embeddings, and q k v o gate up down at each place of the pattern
+    n_matrices = 1 + 4 * 7  # embedding, and q k v o gate up down at each place of the pattern
     assert len(gathered) == len(reduced) == n_matrices
     assert all(x.startswith("float32") for x in reduced)
+    head = [(name, here) for name, here, _ in types if name != "reshard"]
+    assert [(name, here.partition("[")[0]) for name, here in head] == [
+        ("all_gather", "bfloat16"),
+        ("reduce_scatter", "float32"),
+    ]
     # What a float32 weight becomes is cast before the gather moves it: XLA commutes the two, which
     # the ahead-of-time report shows; what is used is bfloat16 in any case.
     dots = [e for e in primitives(jax.make_jaxpr(loss)(shapes).jaxpr) if "dot" in e.primitive.name]
