@@ -55,6 +55,11 @@ class HeldOut(NamedTuple):
     n_bytes: Int64[np.ndarray, " R"] | None
     """Bytes of the text that each document's targets stand for; EOS stands for none."""
 
+    def first(self, n: int | None) -> "HeldOut":
+        """Only the first n documents, or all."""
+        n_bytes = None if self.n_bytes is None else self.n_bytes[:n]
+        return HeldOut(self.labels[:n], self.documents[:n], n_bytes)
+
 
 def put_rows(x: Int32[np.ndarray, "B ..."]) -> Int32[Array, "B ..."]:
     """Splits the rows of a host array over every device of the mesh in force."""
@@ -339,9 +344,7 @@ def read_text(text: Text, trained_on: data.DataConfig) -> HeldOut:
         n_bytes = tasks.count_token_bytes(tasks.read_tokenizer(text.tokenizer), config.vocab_size)
     elif config.vocab_size == data.EMBEDDED_VOCAB:
         n_bytes = embedded_token_bytes(config.vocab_size)
-    rows, kept = prepare_heldout(by_label, config, n_bytes, prefix), slice(text.max_documents)
-    n_bytes = None if rows.n_bytes is None else rows.n_bytes[kept]
-    return HeldOut(rows.labels[kept], rows.documents[kept], n_bytes)
+    return prepare_heldout(by_label, config, n_bytes, prefix).first(text.max_documents)
 
 
 def finish(result: dict, out: Path | None, record: Path | None = None) -> None:
@@ -391,16 +394,12 @@ class Loss:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command; what the user can mend exits 2, what failed on the way exits 1."""
-    from tools import compare, divergence, scoring, tasks
+    from tools.compare import Compare
+    from tools.divergence import Kl, Ppl
+    from tools.scoring import Sample
+    from tools.tasks import Tasks
 
-    commands: Any = (
-        Loss,
-        divergence.Kl,
-        divergence.Ppl,
-        tasks.Tasks,
-        scoring.Sample,
-        compare.Compare,
-    )
+    commands: Any = (Loss, Kl, Ppl, Tasks, Sample, Compare)
     try:
         command = tyro.extras.subcommand_cli_from_dict(
             {c.__name__.lower(): c for c in commands}, description=__doc__, args=arguments
@@ -408,9 +407,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with jax.set_mesh(olmo3.make_mesh()):
             command.run()
     except ModuleNotFoundError as error:
-        extra = {"matplotlib": "plots", "tokenizers": "tasks", "pyarrow": "tasks"}.get(
-            error.name or ""
-        )
+        extras = {"matplotlib": "plots", "tokenizers": "tasks", "pyarrow": "tasks"}
+        extra = extras.get(error.name or "")
         hint = f"; pip install -e '.[{extra}]'" if extra else ""
         print(f"error: {error}{hint}", file=sys.stderr)
         sys.exit(2)

@@ -45,8 +45,7 @@ class YarnConfig:
     original_context: int = 8192
     """Context length before scaling, in tokens."""
     beta_fast: float = 32.0
-    """Dimensions that turn more often than this within the original context keep their frequency.
-    """
+    """Dimensions that turn more often than this in the original context keep their frequency."""
     beta_slow: float = 1.0
     """Dimensions that turn less often than this are slowed by the whole factor."""
     attention_factor: float = 1.2079441541679836
@@ -60,8 +59,7 @@ class ModelConfig:
     vocab_size: int = 100_352
     """Rows of both embeddings: the tokenizer's ids, padded to a multiple of 128."""
     tokenizer_size: int = 100_278
-    """Ids the tokenizer can produce; the rest are trained as never-seen targets and not exported.
-    """
+    """Ids the tokenizer can produce; the rest train as never-seen targets and are not exported."""
     d_model: int = 4096
     """Width of the residual stream."""
     n_layers: int = 32
@@ -75,9 +73,7 @@ class ModelConfig:
     d_ff: int = 11_008
     """Hidden width of the SwiGLU."""
     windows: tuple[int | None, ...] = (4096, 4096, 4096, None)
-    """Attention window of each layer in turn, repeated over the depth; it counts the query itself,
-    None is full.
-    """
+    """Attention window of each layer in turn, repeated; counts the query itself, None is full."""
     rope_theta: float = 500_000.0
     """Base of the rotary frequencies, the same in every layer."""
     yarn: YarnConfig | None = None
@@ -87,15 +83,11 @@ class ModelConfig:
     init_std: float = 0.02
     """Deviation of every matrix before truncation at three of them."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """What forward and backward run in; weights stay float32, norms, rotary, softmax and loss run
-    in float32.
-    """
+    """Of forward and backward; weights, norms, rotary, softmax and loss are float32 in any case."""
     attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"
     """Implementation of attention; auto is splash on TPU, cudnn on GPU, xla elsewhere."""
     remat: Literal["none", "light", "medium", "full"] = "full"
-    """What the backward pass recomputes, from nothing to each group of layers from its input; see
-    `saved_activations`.
-    """
+    """What the backward pass recomputes, from nothing to all of a group; see saved_activations."""
     loss_chunk: int = 1024
     """Positions of each sequence whose logits exist at a time."""
 
@@ -150,9 +142,7 @@ def make_mesh(n_data: int = 1, n_fsdp: int | None = None, devices: list | None =
 
 
 def init_matrix(key: Key[Array, ""], std: float, *shape: int) -> Float32[Array, "..."]:
-    """Truncated normal, cut at three deviations without compensation (OLMo-core
-    nn/transformer/init.py:30).
-    """
+    """Truncated normal, cut at three deviations, uncompensated (nn/transformer/init.py:30)."""
     spec = P("fsdp", *[None] * (len(shape) - 1))
     draw = jax.random.truncated_normal(key, -3.0, 3.0, shape, jnp.float32, out_sharding=spec)
     return draw * std
@@ -386,9 +376,7 @@ def attend(
 
 
 class Attention(eqx.Module):
-    """Grouped-query attention; queries and keys are normalised over the whole projection, before
-    heads.
-    """
+    """Grouped-query attention; queries and keys are normalised whole, before they are heads."""
 
     w_q: Float32[Array, "D N H"]
     w_k: Float32[Array, "D K H"]
@@ -459,9 +447,7 @@ class FeedForward(eqx.Module):
 
 
 class Block(eqx.Module):
-    """Reordered norm: each sub-layer reads the raw residual and its output is normalised
-    (block.py:293).
-    """
+    """Reordered norm: a sub-layer reads the raw residual, its output is normed (block.py:293)."""
 
     attn: Attention
     ffn: FeedForward
@@ -518,9 +504,7 @@ class Olmo3(eqx.Module):
     def __call__(
         self, tokens: Int32[Array, "B S"], segments: Int32[Array, "B S"] | None = None
     ) -> Float[Array, "B S D"]:
-        """Final hidden states, normalised: what the head reads. `segments` confines attention to
-        documents.
-        """
+        """What the head reads: final states, normed; `segments` confines attention to documents."""
         return forward(self, tokens, segments)[0]
 
 

@@ -90,8 +90,7 @@ class OptimConfig:
     initial_count: int = 0
     """Adam's counter before the first update; 1 in reference runs that saved step 0 (spec 4.5)."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights, gradients and moments at the optimizer; anything but float32 needs accept_damage.
-    """
+    """Of weights, gradients and moments; anything but float32 needs accept_damage."""
     accept_damage: bool = False
     """Lets a demonstration run with bfloat16 state."""
 
@@ -557,9 +556,7 @@ def train_step(
 
 
 def micro_batches(config: RunConfig, n_devices: int) -> int:
-    """Accumulation steps: the fewest that keep at most `sequences_per_device` on a device at a
-    time.
-    """
+    """Accumulation steps: the fewest with at most `sequences_per_device` on a device at a time."""
     if config.batch_instances % n_devices:
         fit = max(n for n in range(1, n_devices) if config.batch_instances % n == 0)
         raise ValueError(
@@ -589,12 +586,6 @@ def train_mesh(config: RunConfig, devices: list | None = None) -> Mesh:
     return olmo3.make_mesh(config.replicas, devices=devices)
 
 
-def fits_processes(config: RunConfig, n: int) -> bool:
-    """Whether a run divides over so many processes, as far as their number alone can say."""
-    sizes = (config.batch_instances, config.model.d_model, config.model.vocab_size)
-    return all(size % n == 0 for size in sizes)
-
-
 def abstract_state(config: RunConfig, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the state, without its memory."""
     with jax.set_mesh(mesh):
@@ -620,20 +611,6 @@ def initial_state(config: RunConfig, mesh: Mesh) -> TrainState:
         optimizer, _ = checkpoints.restore_item(manager, step, "optimizer", pair)
     checkpoints.verify(folder, step, optimizer, ".optimizer")
     return eqx.tree_at(lambda s: s.optimizer.inner, state, optimizer.inner)
-
-
-def set_libtpu_flags(machine: MachineConfig) -> None:
-    """Puts the generation's flags and the user's behind those in LIBTPU_INIT_ARGS; the last wins.
-
-    Must run before JAX touches a device. The generation is the topology's to compile for, or what
-    the TPU host says it is.
-    """
-    kind = machine.aot or os.environ.get("TPU_ACCELERATOR_TYPE", "")
-    flags = LIBTPU_FLAGS.get(kind.partition(":")[0].partition("-")[0], ())
-    words = [os.environ.get("LIBTPU_INIT_ARGS", ""), *flags, machine.xla_flags]
-    if any(words[1:]):
-        os.environ["LIBTPU_INIT_ARGS"] = " ".join(filter(None, words))
-        print(f"libtpu flags: {' '.join(filter(None, words[1:]))}", file=sys.stderr)
 
 
 # One function for all runs and attempts of a process: a mesh that was in use needs no compilation.
@@ -728,14 +705,11 @@ def main(arguments: list[str]) -> int:
             print(*report(Path(*arguments[1:])), sep="\n")
             return 0
         config = parse(arguments)
-        set_libtpu_flags(config.machine)
+        processes.set_libtpu_flags(config.machine, LIBTPU_FLAGS)
         if config.machine.aot:
             return importlib.import_module("tools.aot").compile_ahead(config)
         if config.machine.supervise:
-            command = [sys.executable, __file__, *arguments, "--supervise", "0"]
-            fits = functools.partial(fits_processes, config)
-            n, limit = config.machine.supervise, config.machine.max_restarts
-            return processes.supervise(processes.Job(command, n, fits, config.run_dir, limit))
+            return processes.supervise(processes.Job.of(config, arguments))
         from tools import runs
 
         pathways = elastic.pathways_module()

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import olmo3
 import train
+from tools import processes
 
 TINY = olmo3.ModelConfig(
     vocab_size=384,
@@ -274,7 +275,8 @@ def test_tiny_step_compiles_for_an_absent_tpu_in_under_a_minute(tmp_path):
 
 def test_flags_of_a_generation_come_before_those_of_the_user(monkeypatch, capsys):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--first=1")
-    train.set_libtpu_flags(train.MachineConfig(aot="tpu7x:4x4x4", xla_flags="--last=2"))
+    machine = train.MachineConfig(aot="tpu7x:4x4x4", xla_flags="--last=2")
+    processes.set_libtpu_flags(machine, train.LIBTPU_FLAGS)
     flags = os.environ["LIBTPU_INIT_ARGS"].split()
     assert flags == ["--first=1", *train.LIBTPU_FLAGS["tpu7x"], "--last=2"]
     assert " ".join(flags[1:]) in capsys.readouterr().err

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +72,20 @@ class MachineConfig:
     def __post_init__(self) -> None:
         if self.snapshot_every_steps < 1:
             raise ValueError(f"snapshot_every_steps={self.snapshot_every_steps} must be at least 1")
+
+
+def set_libtpu_flags(machine: MachineConfig, table: dict[str, tuple[str, ...]]) -> None:
+    """Puts a generation's flags and the user's behind those in LIBTPU_INIT_ARGS; the last wins.
+
+    Must run before JAX touches a device. The generation is the topology's to compile for, or what
+    the TPU host says it is.
+    """
+    kind = machine.aot or os.environ.get("TPU_ACCELERATOR_TYPE", "")
+    flags = table.get(kind.partition(":")[0].partition("-")[0], ())
+    words = [os.environ.get("LIBTPU_INIT_ARGS", ""), *flags, machine.xla_flags]
+    if any(words[1:]):
+        os.environ["LIBTPU_INIT_ARGS"] = " ".join(filter(None, words))
+        print(f"libtpu flags: {' '.join(filter(None, words[1:]))}", file=sys.stderr)
 
 
 def free_port() -> int:
@@ -327,6 +342,18 @@ class Job:
     run_dir: Path
     max_restarts: int
     """Failures in a row without a new checkpoint after which it is given up."""
+
+    @staticmethod
+    def of(config: Any, arguments: Sequence[str]) -> "Job":  # noqa: ANN401 - train.RunConfig
+        """The job that a supervising train.py was asked for with these arguments."""
+        sizes = (config.batch_instances, config.model.d_model, config.model.vocab_size)
+        command = [sys.executable, sys.argv[0], *arguments, "--supervise", "0"]
+
+        def fits(n: int) -> bool:
+            return all(size % n == 0 for size in sizes)
+
+        machine = config.machine
+        return Job(command, machine.supervise, fits, config.run_dir, machine.max_restarts)
 
     def start(self, n: int) -> list[subprocess.Popen]:
         """Starts n processes with a coordinator of their own."""

@@ -149,9 +149,7 @@ class Run:
         for path in evaluation.shared_files(local, paths):
             print(f"warning: {path} is in the training data: not held out", file=sys.stderr)
         rows = evaluation.prepare_heldout({"heldout": paths}, config.data)
-        n = config.eval_documents
-        n_bytes = None if rows.n_bytes is None else rows.n_bytes[:n]
-        return evaluation.HeldOut(rows.labels[:n], rows.documents[:n], n_bytes)
+        return rows.first(config.eval_documents)
 
     def tokens_seen(self, step: int) -> int:
         """Tokens of all batches up to a step, also where the batch size changed on the way."""
