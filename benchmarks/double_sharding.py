@@ -1,8 +1,7 @@
-"""A planted data bug, to see what `eval.py compare` says about it.
+"""A planted data bug, and what `eval.py compare` says about it.
 
-    python train.py --run-dir runs/good FLAGS
-    python benchmarks/double_sharding.py --run-dir runs/double-sharded FLAGS
-    python eval.py compare runs/good runs/double-sharded --out runs/report
+    python benchmarks/double_sharding.py        trains three runs, writes runs/report.{html,md,svg}
+    python benchmarks/double_sharding.py --run-dir runs/mine FLAGS      train.py with the bug
 
 The dataset deals the instances out to its hosts, and each host's loader, not knowing, deals its
 share out once more. Of H hosts' data a run then sees one part in H, H times as often. Nothing
@@ -19,6 +18,7 @@ from jaxtyping import UInt32
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import data
+import eval as evaluation
 import train
 
 N_HOSTS = 512
@@ -35,6 +35,28 @@ class DoubleSharded(data.Loader):
         return np.concatenate(passes)[:n]
 
 
-if __name__ == "__main__":
+RUNS = {"good": [], "good-seed-1": ["--seed", "1"], "double-sharded": []}
+FLAGS = [
+    *("--steps", "300", "--eval-every-steps", "30", "--batch-instances", "16"),
+    *("--sequences-per-device", "16", "--model.n-layers", "4", "--model.d-model", "128"),
+    *("--model.n-heads", "4", "--model.n-kv-heads", "4", "--model.d-ff", "256"),
+]
+
+
+def main(arguments: list[str]) -> int:
+    """Trains with the bug, or without arguments two good runs as well, and compares them."""
+    honest, names = data.Loader, [] if arguments else [*RUNS]
+    for name in names:
+        data.Loader = DoubleSharded if name == "double-sharded" else honest
+        code = train.main(["--run-dir", f"runs/{name}", *FLAGS, *RUNS[name]])
+        if code:
+            return code
+    if not arguments:
+        evaluation.main(["compare", *(f"runs/{name}" for name in names), "--out", "runs/report"])
+        return 0
     data.Loader = DoubleSharded
-    sys.exit(train.main(sys.argv[1:]))
+    return train.main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -11,6 +11,7 @@ import sys
 import time
 import types
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -303,6 +304,22 @@ def test_kl_has_a_direction_and_the_real_vocabulary(model):
     assert same["top1_agreement"] == same["top5_agreement"] == 1
 
 
+def test_perplexities_of_two_models_are_correlated_and_drawn_a_dot_for_each(tmp_path):
+    pytest.importorskip("matplotlib")
+    n_targets = np.array([10, 1, 0, 30, 7])
+    a = np.array([20.0, 3, 0, 45, 21])
+    b = a * np.array([1.1, 0.9, 1, 1.2, 1.0])
+    got = divergence.compare_perplexities(a, b, n_targets)
+    x, y = (nats[n_targets > 0] / n_targets[n_targets > 0] for nats in (a, b))
+    np.testing.assert_allclose(got["ppl_a"], np.exp(x))
+    cosine = (x - x.mean()) @ (y - y.mean()) / np.sqrt(x.var() * y.var()) / 4
+    assert got["log_ppl_correlation"] == pytest.approx(cosine)
+    assert got["log_ppl_difference_mean"] == pytest.approx((2.2 - 2 + 2.7 - 3 + 1.8 - 1.5) / 4)
+    divergence.scatter(got, ("a", "b"), tmp_path / "both.svg")
+    page = (tmp_path / "both.svg").read_text()
+    assert page[page.index('id="PathCollection_1"') :].count("<use ") >= 4
+
+
 def test_greedy_sampling_repeats_what_the_full_pass_would_choose(model):
     prompt = np.random.default_rng(0).integers(0, 256, 13).astype(np.int32)
     got = scoring.generate(model, jnp.asarray(prompt)[None], 15, jax.random.key(0))
@@ -587,16 +604,30 @@ def test_a_mirror_that_fails_is_dropped_and_training_goes_on(tmp_path, capsys, m
 
     ids = []
     fake = types.SimpleNamespace(
-        util=types.SimpleNamespace(generate_id=lambda: "abc123"),
-        init=lambda **options: ids.append((options["id"], options["resume"])) or Broken(),
+        init=lambda **options: ids.append((options["id"], options["resume"])) or Broken()
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for _ in range(2):
         mirrors = metrics.Mirrors(["wandb", "nonsense"], tmp_path, {})
         mirrors.write({"step": 1, "ce": 2.0})
         mirrors.write({"step": 2, "ce": 2.0})
-    assert ids == [("abc123", "allow")] * 2
+    assert ids == [((tmp_path / "wandb_run_id").read_text(), "allow")] * 2
     assert capsys.readouterr().err.count("wandb dropped: RuntimeError('quota')") == 2
+
+
+def test_weights_and_biases_itself_goes_on_under_the_same_run(tmp_path, monkeypatch):
+    wandb: Any = pytest.importorskip("wandb", reason="comes with the wandb extra")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    ids = []
+    for step in (1, 2):
+        mirrors = metrics.Mirrors(["wandb"], tmp_path, {"seed": 0})
+        mirrors.write({"step": step, "ce": 2.0, "eval": {"pooled": {"ce": 1.0}}})
+        assert list(mirrors.sinks) == ["wandb"]
+        assert wandb.run is not None
+        ids.append(wandb.run.id)
+        wandb.finish()
+    assert ids == [(tmp_path / "wandb_run_id").read_text()] * 2
 
 
 def test_tensorboard_gets_the_numbers_of_the_rows(tmp_path):

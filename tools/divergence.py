@@ -93,6 +93,26 @@ def compare_perplexities(
     }
 
 
+def scatter(result: dict[str, Any], names: tuple[str, str], out: Path) -> None:
+    """Draws the perplexities of every document under both models, and where they would be equal."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    x, y = result["ppl_a"], result["ppl_b"]
+    ends = [min(*x, *y), max(*x, *y)]
+    figure, axis = pyplot.subplots(figsize=(5, 5), layout="constrained")
+    axis.plot(ends, ends, color="0.7", linewidth=1)
+    axis.scatter(x, y, s=10, alpha=0.5, linewidths=0)
+    axis.set(xscale="log", yscale="log", aspect="equal")
+    axis.set(xlabel=f"perplexity, {names[0]}", ylabel=f"perplexity, {names[1]}")
+    correlation, shift = result["log_ppl_correlation"], result["log_ppl_difference_mean"]
+    axis.set_title(f"{len(x)} documents, r = {correlation:.4f}, mean {shift:+.4f} nats", fontsize=9)
+    figure.savefig(out)
+    pyplot.close(figure)
+
+
 @dataclass(frozen=True)
 class Kl:
     """D_KL(A || B) per token over the real vocabulary, and how often their choices agree."""
@@ -121,10 +141,15 @@ class Ppl:
     text: TextFlags
     out: Path | None = None
     """Also write the JSON, with both perplexities of every document, here."""
+    plot: Path | None = None
+    """Draws them here, a dot for a document, as .svg, .png or .pdf."""
 
     def run(self) -> None:
         (a, trained_on), (b, _) = load_model(self.a), load_model(self.b)
         rows = read_text(self.text, trained_on)
         n_targets = np.array([len(document) - 1 for document in rows.documents])
         (x, _), (y, _) = document_losses(a, rows), document_losses(b, rows)
-        finish(compare_perplexities(x, y, n_targets), self.out)
+        result = compare_perplexities(x, y, n_targets)
+        if self.plot is not None:
+            scatter(result, (str(self.a), str(self.b)), self.plot)
+        finish(result, self.out)

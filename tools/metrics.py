@@ -1,9 +1,11 @@
 """metrics.jsonl, the truth about a run: written row by row, and read as an account of its time."""
 
 import atexit
+import importlib
 import json
 import math
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -44,11 +46,10 @@ class Mirrors:
                 writer.add_scalar(key, value, step) for key, value in row.items()
             ]
         elif name == "wandb":
-            import wandb  # pyright: ignore[reportMissingImports] - an extra
-
+            wandb = importlib.import_module("wandb")  # an extra
             id_file = run_dir / "wandb_run_id"
             if not id_file.exists():
-                id_file.write_text(wandb.util.generate_id())
+                id_file.write_text(secrets.token_hex(4))
             run = wandb.init(
                 id=id_file.read_text(),
                 resume="allow",
