@@ -735,4 +735,9 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     # Under the name by which tools/runs.py knows it.
-    sys.exit(importlib.import_module("train").main(sys.argv[1:]))
+    code = importlib.import_module("train").main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == 1:
+        os._exit(1)  # threads of Orbax may wait for a save that failed, for twenty minutes
+    sys.exit(code)
