@@ -291,7 +291,7 @@ class Text:
 
 
 def load_model(path: Path, **overrides: Any) -> tuple[olmo3.Olmo3, data.DataConfig]:  # noqa: ANN401
-    """Reads a checkpoint of ours or a Hugging Face folder, and what its text looks like."""
+    """Reads a model of either format onto the mesh in force, and what its text looks like."""
     config = path / "config.json"
     hf = json.loads(config.read_text()) if config.is_file() else {}
     if "model_type" in hf:
@@ -303,7 +303,7 @@ def load_model(path: Path, **overrides: Any) -> tuple[olmo3.Olmo3, data.DataConf
         return model, data.DataConfig(source="", vocab_size=model.config.tokenizer_size, **ids)
     from tools import checkpoints
 
-    model = checkpoints.restore_model(path, **overrides)
+    model = checkpoints.restore_model(path, jax.sharding.get_mesh(), **overrides)
     saved = checkpoints.saved_config(*checkpoints.find_checkpoint(path))
     default = {"source": "", "vocab_size": model.config.tokenizer_size}  # of a converted one
     fields = {field.name for field in dataclasses.fields(data.DataConfig)}

@@ -1,5 +1,6 @@
 """The evaluation against OLMo-core's numbers, formulas and plain loops."""
 
+import dataclasses
 import gzip
 import json
 import math
@@ -19,11 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import GOLDENS, golden_cases
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import convert
 import data
 import eval as evaluation
 import olmo3
+import train
 from tools import compare, divergence, metrics, scoring, tasks
 
 TINY = olmo3.ModelConfig(
@@ -152,11 +156,25 @@ def test_document_losses_do_not_depend_on_batch_size_order_or_mesh(model):
     np.testing.assert_allclose(evaluation.document_losses(model, backwards)[0][::-1], nats, 1e-5)
 
 
+def test_logits_of_a_hundred_thousand_ids_exist_for_a_chunk_of_positions_alone():
+    config = dataclasses.replace(TINY, vocab_size=100_352, tokenizer_size=100_278, loss_chunk=256)
+    model = jax.eval_shape(lambda: olmo3.Olmo3(config, jax.random.key(0)))
+    rows = NamedSharding(jax.sharding.get_mesh(), P(("data", "fsdp"), None))
+    tokens = jax.ShapeDtypeStruct((256, 128), jnp.int32, sharding=rows)
+    compiled = jax.jit(evaluation.row_losses).lower(model, tokens, tokens).compile()
+    whole = 256 * 128 // 8 * 100_352 * 4  # bytes on each of the eight devices
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < whole / 10
+
+
 def test_standard_error_matches_the_spread_over_resampled_documents():
     rng = np.random.default_rng(0)
     lengths = rng.integers(2, 400, 14_000)
     nats = rng.normal(3, 1, len(lengths)) * (lengths - 1)
+    began = time.perf_counter()
     out = evaluation.summarise_losses(nats, lengths, None)
+    assert time.perf_counter() - began < 1
     draws = rng.integers(0, len(lengths), (400, len(lengths)))
     resampled = nats[draws].sum(1) / (lengths[draws] - 1).sum(1)
     assert out["ce_se"] == pytest.approx(resampled.std(), rel=0.15)
@@ -252,14 +270,24 @@ def test_cached_steps_equal_the_full_pass_at_every_position_beyond_the_window(mo
     tokens = jax.random.randint(jax.random.key(1), (8, 40), 0, 256, dtype=jnp.int32)
     tokens = evaluation.put_rows(np.asarray(tokens))
     full = model(tokens)
-    hidden, cache = scoring.prefill(model, tokens[:, :19], 40)
+    hidden, cache = scoring.prefill(model, tokens[:, :19], jnp.int32(19), 40)
+    assert [k.shape[2] for k, _ in cache] == [8, 8, 8, 40]  # a window of 8 keeps 8 positions
     steps, extend = [hidden], eqx.filter_jit(scoring.extend)
-    for position in range(19, 40):
-        step, cache = extend(
-            model, cache, jnp.int32(position), tokens[:, position : position + 1], keep=True
-        )
+    for position in map(jnp.int32, range(19, 40)):
+        span, token = (position, position + 1), tokens[:, int(position)][:, None]
+        step, cache = extend(model, cache, span, token, 40)
         steps.append(step)
     np.testing.assert_allclose(jnp.concatenate(steps, axis=1), full, atol=1e-4)
+
+
+@pytest.mark.parametrize("cut", [3, 8, 20])
+def test_a_cache_of_padded_tokens_holds_the_real_ones_alone(model, cut):
+    tokens = np.random.default_rng(0).integers(0, 256, (8, 40)).astype(np.int32)
+    padded = np.where(np.arange(32) < cut, tokens[:, :32], 7)
+    _, cache = scoring.prefill(model, evaluation.put_rows(padded), jnp.int32(cut), 32)
+    rest = evaluation.put_rows(tokens[:, cut:])
+    got, _ = scoring.extend(model, cache, (jnp.int32(cut), jnp.int32(40)), rest, 0)
+    np.testing.assert_allclose(got, model(evaluation.put_rows(tokens))[:, cut:], atol=1e-4)
 
 
 def golden_requests(folder, task):
@@ -429,19 +457,7 @@ def test_an_unknown_task_is_refused_with_its_neighbours():
 
 def test_lm_eval_drives_our_model(model):
     pytest.importorskip("lm_eval")
-    vocab = {bytes_to_character(i): i for i in range(256)}
-    options = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    byte_level = {"type": "ByteLevel", **options}
-    tokenizer = {
-        "model": {"type": "BPE", "vocab": vocab, "merges": []},
-        "pre_tokenizer": byte_level,
-        "decoder": byte_level,
-        "added_tokens": [
-            {"id": 256, "content": "<|endoftext|>", "special": True, "single_word": False}
-            | {"lstrip": False, "rstrip": False, "normalized": False}
-        ],
-    }
-    harness = tasks.harness_model(model, json.dumps(tokenizer), max_length=64)
+    harness = tasks.harness_model(model, byte_level_tokenizer(), max_length=64)
     pairs = [("Ans", "wer"), ("one two ", " three"), ("", "x")]
     requests = [types.SimpleNamespace(args=pair) for pair in pairs]
     got = harness.loglikelihood(requests)
@@ -458,6 +474,37 @@ def test_lm_eval_drives_our_model(model):
     )
     request = types.SimpleNamespace(args=("abc", {"max_gen_toks": 5, "until": ["\n\n"]}))
     assert len(harness.generate_until([request])[0].encode()) <= 15
+
+
+def byte_level_tokenizer(*merges):
+    """A tokenizer.json of the 256 bytes, EOS 256, and from 257 on what `merges` join."""
+    joined = [a + b for a, b in merges]
+    tokens = [*map(bytes_to_character, range(256)), "<|endoftext|>", *joined]
+    vocab = {token: i for i, token in enumerate(tokens) if i != 256}
+    options = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    byte_level = {"type": "ByteLevel", **options}
+    eos = {"id": 256, "content": "<|endoftext|>", "special": True, "single_word": False}
+    eos |= {"lstrip": False, "rstrip": False, "normalized": False}
+    return json.dumps(
+        {
+            "model": {"type": "BPE", "vocab": vocab, "merges": [list(pair) for pair in merges]},
+            "pre_tokenizer": byte_level,
+            "decoder": byte_level,
+            "added_tokens": [eos],
+        }
+    )
+
+
+def test_a_token_that_would_span_context_and_continuation_is_two(model):
+    tokenizers = pytest.importorskip("tokenizers")
+    text = byte_level_tokenizer(("s", "w"))
+    assert tokenizers.Tokenizer.from_str(text).encode("Answer").ids == [*b"An", 257, *b"er"]
+    choices = [tasks.Choice("", 0, i, 0, "Ans", x) for i, x in enumerate(("wer", "w"))]
+    got = tasks.run_tasks(model, text, {"t": ("acc_raw", choices)})["t"]
+    ((scores, _),) = plain_log_probs(model, [[*b"Answer"]])
+    assert got["groups"]["all"]["n_documents"] == 1
+    bits = -scores[-3:].sum() / math.log(2) / 3
+    assert got["groups"]["all"]["bits_per_byte"] == pytest.approx(bits, abs=1e-4)
 
 
 def bytes_to_character(byte):
@@ -587,6 +634,37 @@ def test_what_the_user_can_mend_exits_2_with_one_line(arguments, message, capsys
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_loss_of_any_step_on_any_mesh_and_of_a_hugging_face_folder_is_what_training_measured(
+    tmp_path, capsys
+):
+    run, hf, limits = tmp_path / "run", tmp_path / "hf", ["--sequence-length", "32"]
+    small = {"model.d-model": 32, "model.n-layers": 4, "model.n-heads": 2, "model.n-kv-heads": 2}
+    small |= {"model.d-head": 16, "model.d-ff": 64, "model.compute-dtype": "float32"}
+    small |= {"data.sequence-length": 32, "sequences-per-device": 2, "sample-tokens": 0}
+    small |= {"steps": 2, "save-every-steps": 1, "eval-every-steps": 1, "eval-documents": 8}
+    assert train.main([f"--{k}={v}" for k, v in small.items()] + ["--run-dir", str(run)]) == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    measured = {row["step"]: row["eval"]["pooled"] for row in rows if "eval" in row}
+    assert convert.main(["to-hf", str(run), str(hf), "--dtype", "fp32", "--no-check"]) == 0
+
+    for path, step in ((run, 2), (run / "checkpoints" / "1", 1), (hf, 2)):
+        capsys.readouterr()
+        arguments = ["loss", str(path), "--data", "stdlib", *limits, "--max-documents", "8"]
+        evaluation.main(arguments)
+        got = json.loads(capsys.readouterr().out)["pooled"]
+        assert got["ce"] == pytest.approx(measured[step]["ce"], abs=1e-6)
+        assert got["bits_per_byte"] == pytest.approx(measured[step]["bits_per_byte"], abs=1e-6)
+    assert measured[1]["ce"] != measured[2]["ce"]
+    for n_data, n_fsdp in ((1, 1), (2, 2), (8, 1)):
+        mesh = olmo3.make_mesh(n_data, n_fsdp, jax.devices()[: n_data * n_fsdp])
+        with jax.set_mesh(mesh):
+            model, trained_on = evaluation.load_model(run)
+            text = evaluation.Text(sequence_length=32, max_documents=8)
+            got = evaluation.evaluate_loss(model, evaluation.read_text(text, trained_on))["pooled"]
+        assert got["ce"] == pytest.approx(measured[2]["ce"], abs=1e-6)
 
 
 def test_text_that_was_trained_on_is_called_not_held_out(tmp_path, capsys):

@@ -28,49 +28,65 @@ Cache = tuple[tuple[Float[Array, "..."], Float[Array, "..."]], ...]
 """Keys and values of every place in the window pattern, stacked like `Olmo3.blocks`."""
 
 
-def empty_cache(config: olmo3.ModelConfig, n_rows: int, n_slots: int) -> Cache:
-    """Keys and values of no tokens yet, laid out like `model.blocks`; the slot is the position."""
+def empty_cache(config: olmo3.ModelConfig) -> Cache:
+    """Keys and values of no tokens yet, laid out like `model.blocks`, and one row for all."""
     n_layers = config.n_layers // len(config.windows)
-    shape = (n_layers, n_rows, n_slots, config.n_kv_heads, config.d_head)
-    zeros = jnp.zeros(shape, config.dtype)
-    return tuple((zeros, zeros) for _ in config.windows)
+    none = jnp.zeros((n_layers, 1, 0, config.n_kv_heads, config.d_head), config.dtype)
+    return tuple((none, none) for _ in config.windows)
+
+
+def held(end: Int32[Array, ""], n_slots: int) -> Int32[Array, " T"]:
+    """Which position every slot of a cache holds before position `end`; negative is none.
+
+    Slots are used in turns, position p in slot p modulo their number, so that a layer with a window
+    of W needs W of them however long the text.
+    """
+    return end - 1 - (end - 1 - jnp.arange(n_slots)) % max(n_slots, 1)
 
 
 def extend(
     model: olmo3.Olmo3,
     cache: Cache,
-    start: Int32[Array, ""],
+    span: tuple[Int32[Array, ""], Int32[Array, ""]],
     tokens: Int32[Array, "B S"],
-    keep: bool,
+    n_slots: int,
 ) -> tuple[Float[Array, "B S D"], Cache]:
-    """Final hidden states of `tokens` at positions from `start` on, after what the cache holds.
+    """Final hidden states of `tokens` at positions from `span[0]` on, after what the cache holds.
 
-    A cache of one row serves every row: it is repeated one layer at a time. Slots from `start` on
-    are overwritten or lie ahead of every query, so what they hold never matters; a window masks
-    what is too far back, exactly as in `olmo3.forward`. With `keep`, returns the new cache too.
+    A cache of one row serves every row: it is repeated one layer at a time. Returns also the cache
+    of `n_slots` positions before `span[1]`, of a window's length at most, or none for 0 slots;
+    tokens from there on are padding, which nothing before them sees.
     """
-    config = model.config
+    config, (start, end) = model.config, span
     positions = start + jnp.arange(tokens.shape[1])
     tables = {scaled: olmo3.rope_table(config, positions, scaled) for scaled in (False, True)}
-    back = positions[:, None] - jnp.arange(cache[0][0].shape[2])[None, :]
-    masks = {w: ((back >= 0) & (back < (w or back.shape[1])))[None] for w in config.windows}
 
-    def write(
-        old: Float[Array, "b T K H"], new: Float[Array, "B S K H"]
-    ) -> Float[Array, "B T K H"]:
+    def view(window: int | None, n_old: int) -> tuple[Bool[Array, "1 S T"], Int32[Array, " t"]]:
+        """Which of old and new keys each query sees, and which of them the new cache keeps."""
+        seen = jnp.concatenate([held(start, n_old), positions])
+        back = positions[:, None] - seen[None, :]
+        mask = (seen >= 0) & (back >= 0)
+        mask = mask if window is None else mask & (back < window)
+        stay = held(end, min(window or n_slots, n_slots))
+        return mask[None], jnp.where(stay < start, stay % max(n_old, 1), n_old + stay - start)
+
+    views = [view(w, k.shape[2]) for w, (k, _) in zip(config.windows, cache, strict=True)]
+
+    def join(old: Float[Array, "b t K H"], new: Float[Array, "B S K H"]) -> Float[Array, "B T K H"]:
         old = jnp.broadcast_to(old, (new.shape[0], *old.shape[1:]))
-        old = reshard(old, jax.typeof(new).sharding.spec)
-        return jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
+        return jnp.concatenate([reshard(old, jax.typeof(new).sharding.spec), new], axis=1)
 
     def group(x: Float[Array, "B S D"], layers: tuple) -> tuple[Float[Array, "B S D"], Cache]:
         kept = []
-        for block, window, (k_old, v_old) in zip(layers[0], config.windows, layers[1], strict=True):
-            q, k, v = block.attn.project(x, tables[window is None], config.norm_eps)
-            k, v = write(k_old, k), write(v_old, v)
-            x = block.add_attention(x, olmo3.attend(q, k, v, masks[window]), config.norm_eps)
+        places = zip(layers[0], config.windows, layers[1], views, strict=True)
+        for block, window, old, (mask, stay) in places:
+            q, *new = block.attn.project(x, tables[window is None], config.norm_eps)
+            k, v = map(join, old, new)
+            x = block.add_attention(x, olmo3.attend(q, k, v, mask), config.norm_eps)
             x = block.add_ffn(x, config.norm_eps)
-            kept.append((k, v))
-        return x, tuple(kept) if keep else ()
+            sharding = jax.typeof(k).sharding
+            kept.append(tuple(y.at[:, stay].get(out_sharding=sharding) for y in (k, v)))
+        return x, tuple(kept) if n_slots else ()
 
     x, cache = jax.lax.scan(group, olmo3.embed_tokens(model, tokens), (model.blocks, cache))
     return olmo3.rms_norm(x, model.norm, config.norm_eps), cache
@@ -159,11 +175,10 @@ def plan_prefixes(rows: Sequence[Row], call_tokens: int = 256) -> list[tuple[int
 
 @eqx.filter_jit
 def prefill(
-    model: olmo3.Olmo3, tokens: Int32[Array, "B S"], n_slots: int
+    model: olmo3.Olmo3, tokens: Int32[Array, "B S"], end: Int32[Array, ""], n_slots: int
 ) -> tuple[Float[Array, "B S D"], Cache]:
-    """Hidden states of prompts and a cache of `n_slots` that holds their keys and values."""
-    cache = empty_cache(model.config, tokens.shape[0], n_slots)
-    return extend(model, cache, jnp.int32(0), tokens, keep=True)
+    """Hidden states of prompts of `end` tokens, padded on the right, and a cache of the prompts."""
+    return extend(model, empty_cache(model.config), (jnp.int32(0), end), tokens, n_slots)
 
 
 @eqx.filter_jit
@@ -183,9 +198,8 @@ def score_rows(
         greedy: whether greedy decoding would have produced exactly those.
     """
     tokens, ends, targets, last = rows
-    n_new, n_inner = tokens.shape[1], targets.shape[1]
-    cache = jax.tree.map(lambda x: jnp.pad(x, [(0, 0)] * 2 + [(0, n_new)] + [(0, 0)] * 2), cache)
-    hidden, _ = extend(model, cache, start, tokens, keep=False)
+    n_inner = targets.shape[1]
+    hidden, _ = extend(model, cache, (start, start), tokens, n_slots=0)
     at = jnp.maximum(ends[:, None] - n_inner + jnp.arange(n_inner + 1), 0)
     hidden = jax.vmap(lambda row, index: row[index])(hidden, at)
     inner, inner_top = token_scores(model, hidden[:, :-1], targets)
@@ -220,11 +234,11 @@ def score(
     results, shapes, n_tokens = [], set(), 0
     for prefix, members in plan_prefixes(rows):
         slots = max(power_at_least(2, prefix), 128) if prefix else 0
-        cache = empty_cache(model.config, 1, 0)
+        cache = empty_cache(model.config)
         if prefix:
             shared = np.zeros((1, slots), np.int32)
             shared[0, :prefix] = rows[members[0]].query[:prefix]
-            cache = prefill(model, jnp.asarray(shared), slots)[1]
+            cache = prefill(model, jnp.asarray(shared), jnp.int32(prefix), slots)[1]
         lengths = [len(rows[i].query) - prefix for i in members]
         for n_rows, width, batch in buckets(lengths, batch_tokens, shortest=16):
             group = [rows[members[i]] for i in batch]
@@ -279,10 +293,11 @@ def generate(
 
     def step(carry: tuple, inputs: tuple) -> tuple[tuple, Int32[Array, " B"]]:
         cache, token = carry
-        hidden, cache = extend(model, cache, inputs[0], token[:, None], keep=True)
+        span = (inputs[0], inputs[0] + 1)
+        hidden, cache = extend(model, cache, span, token[:, None], n_prompt + n_new)
         return (cache, draw(hidden, inputs[1])), token
 
-    hidden, cache = prefill(model, prompts, n_prompt + n_new)
+    hidden, cache = prefill(model, prompts, jnp.int32(n_prompt), n_prompt + n_new)
     first, *keys = jax.random.split(key, n_new + 1)
     positions = jnp.arange(n_prompt, n_prompt + n_new)
     inputs = (positions, jnp.stack(keys))
