@@ -191,16 +191,16 @@ def test_processes_together_repeat_the_losses_of_one(tmp_path, n_processes):
 @pytest.mark.slow
 def test_a_process_that_never_starts_is_named_and_ends_the_others(tmp_path):
     port = free_port()
-    runs = [start(tmp_path, port, i, 3, "--process-timeout", "20") for i in (0, 2)]
+    runs = [start(tmp_path, port, i, 3, "--process-timeout", "12") for i in (0, 2)]
     errors = [run.communicate(timeout=120)[1] for run in runs]
     assert [run.returncode for run in runs] == [1, 1], errors
-    assert all("process [1] of 3 did not start in 20 s" in error for error in errors), errors
+    assert all("process [1] of 3 did not start in 12 s" in error for error in errors), errors
 
 
 @pytest.mark.slow
 def test_a_process_that_hangs_is_named_and_ends_the_others(tmp_path):
     port = free_port()
-    more = ("--steps", "100000", "--process-timeout", "15", "--save-every-steps", "100000")
+    more = ("--steps", "100000", "--process-timeout", "8", "--save-every-steps", "100000")
     runs = [start(tmp_path, port, i, 2, *more) for i in range(2)]
     while not (tmp_path / "metrics.jsonl").exists() or len(losses(tmp_path)) < 3:
         assert all(run.poll() is None for run in runs), [run.communicate()[1] for run in runs]
@@ -210,7 +210,33 @@ def test_a_process_that_hangs_is_named_and_ends_the_others(tmp_path):
     runs[1].kill()
     runs[1].communicate()
     assert runs[0].returncode == 1, error
-    assert "process [1] of 2 did not get past step" in error
+    said = r"process \[1\] of 2 (did not get past step \d+ in|was not heard of for) 8 s"
+    assert re.search(said, error), error
+
+
+def test_the_first_to_fail_is_named_however_the_others_end(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(processes.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(processes.Watch, "tell", lambda _: None)
+
+    def watch():
+        return processes.Watch("127.0.0.1", free_port(), 1, 3, timeout=10.0)
+
+    one = watch()
+    assert [one.judge(i, 0) for i in range(3)] == [""] * 3
+    clock[0] = 9.0
+    assert [one.judge(i, 5) for i in (0, 2)] == ["", ""]
+    clock[0] = 11.0  # nothing of process 1 since 0, and process 2 is now ahead of nobody
+    assert one.judge(0, 5) == "process [1] of 3 was not heard of for 10 s"
+    one.gone.add(2)
+    assert one.judge(0, 5) == "process [1] of 3 was not heard of for 10 s"
+    two = watch()
+    assert [two.judge(i, 7) for i in range(3)] == [""] * 3
+    clock[0] = 20.0
+    assert [two.judge(i, 8) for i in (0, 2)] + [two.judge(1, 7)] == ["", "", ""]
+    clock[0] = 22.0
+    verdict = "process [1] of 3 did not get past step 7 in 10 s"
+    assert [two.judge(i, 8) for i in (0, 2)] == [verdict] * 2
 
 
 DEPLOY = Path(__file__).parent.parent / "deploy"

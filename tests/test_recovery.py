@@ -316,8 +316,8 @@ def test_step_that_hangs_prints_all_stacks_and_ends_the_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_three_times_at_random_moments_the_run_ends_bit_for_bit_the_same():
-    soak = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--kills", "3", "--steps", "60"]
+def test_killed_twice_at_random_moments_the_run_ends_bit_for_bit_the_same():
+    soak = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--kills", "2", "--steps", "40"]
     report = json.loads(subprocess.run(soak, check=True, stdout=subprocess.PIPE).stdout)
-    assert sum(report["kills"].values()) == 3
+    assert sum(report["kills"].values()) == 2
     assert report["bit_equal"] == {"steps": True, "evals": True, "state": True}

@@ -105,8 +105,8 @@ class Watch:
     """Ends every process with a message that names the culprit when one is missing, stuck or gone.
 
     Each process tells process 0 a few times a second which step it has started; in synchronous
-    training all of them wait for the slowest, so the one with the smallest step is the one that
-    hangs. Process 0 listens on `port`.
+    training all of them wait for the slowest, so the one with the smallest step, or the one that
+    says nothing any more, is the one that hangs. Process 0 listens on `port`.
     """
 
     DONE = 2**62
@@ -114,8 +114,10 @@ class Watch:
     def __init__(self, host: str, port: int, process: int, n_processes: int, timeout: float):
         self.address, self.process, self.n_processes = (host, port), process, n_processes
         self.timeout, self.step, self.begun = timeout, 0, time.monotonic()
-        self.seen: dict[int, tuple[int, float]] = {}  # process -> its step, and since when
+        # What each process said last: its step, since when it is there, and when it said so.
+        self.seen: dict[int, tuple[int, float, float]] = {}
         self.gone: set[int] = set()
+        self.verdict = ""
         if process == 0:
             watch = self
 
@@ -142,20 +144,31 @@ class Watch:
             self.gone.add(process)
 
     def judge(self, process: int, step: int) -> str:
-        """Notes where a process is; returns what is wrong with any of them, or nothing."""
-        now, limit, n = time.monotonic(), self.timeout, self.n_processes
-        if self.seen.get(process, (-1,))[0] != step:
-            self.seen[process] = (step, now)
+        """Notes where a process is; returns what is wrong with any of them, or nothing.
+
+        The first verdict stands: those who hear it end, and are not the ones to name.
+        """
+        now = time.monotonic()
+        since = self.seen[process][1] if self.seen.get(process, (-1,))[0] == step else now
+        self.seen[process] = (step, since, now)
+        self.verdict = self.verdict or self.fault(now)
+        return self.verdict
+
+    def fault(self, now: float) -> str:
+        """What is wrong now."""
+        limit, n = self.timeout, self.n_processes
         if self.gone:
-            last = {i: self.seen[i][0] for i in self.gone}
-            return f"process {sorted(self.gone)} of {n} ended in step {max(last.values())}"
+            last = max(self.seen[i][0] for i in self.gone)
+            return f"process {sorted(self.gone)} of {n} ended in step {last}"
         missing = [i for i in range(n) if i not in self.seen]
         if missing:
             late = now - self.begun > limit
             return f"process {missing} of {n} did not start in {limit:g} s" if late else ""
+        if silent := [i for i, (s, _, h) in self.seen.items() if s < self.DONE and now - h > limit]:
+            return f"process {silent} of {n} was not heard of for {limit:g} s"
         slowest, fastest = min(self.seen.values())[0], max(self.seen.values())[0]
         limit *= 10 if slowest == 0 else 1  # not yet at a step: compiling takes its time
-        stuck = [i for i, (s, since) in self.seen.items() if s == slowest and now - since > limit]
+        stuck = [i for i, (s, t, _) in self.seen.items() if s == slowest and now - t > limit]
         if slowest < fastest and stuck:
             return f"process {stuck} of {n} did not get past step {slowest} in {limit:g} s"
         return ""
