@@ -51,7 +51,7 @@ ROWS = (
     Row("v5p:4x4x8 four copies", "--preset stage1 --aot v5p:4x4x8 --replicas 4"),
     Row("  MaxText", "", "5.032", "93.9", "1724", "almost none", "593"),
     Row("v5p:4x4x8 stage 2", "--preset stage2 --aot v5p:4x4x8 --replicas 4"),
-    Row("v5p:8x8x8", "--preset stage1 --aot v5p:8x8x8 --replicas 4"),
+    Row("v5p:8x8x8", "--preset stage1 --aot v5p:8x8x8 --replicas 8"),
 )
 
 
