@@ -23,6 +23,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import logging
 import math
 import os
 import sys
@@ -347,11 +348,13 @@ def read_text(text: Text, trained_on: data.DataConfig) -> HeldOut:
     return prepare_heldout(by_label, config, n_bytes, prefix).first(text.max_documents)
 
 
-def finish(result: dict, out: Path | None, record: Path | None = None) -> None:
+def finish(
+    result: dict, out: Path | None, record: Path | None = None, only_written: Sequence[str] = ()
+) -> None:
     """Prints a result, writes it to `out`, and adds it to the run of checkpoint `record`."""
     if jax.process_index() > 0:
         return  # every process has the same result
-    print(json.dumps(result, indent=1))
+    print(json.dumps({k: v for k, v in result.items() if k not in only_written}, indent=1))
     if out is not None:
         out.write_text(json.dumps(result, indent=1) + "\n")
     if record is not None:
@@ -399,6 +402,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from tools.scoring import Sample
     from tools.tasks import Tasks
 
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns that it only reads
     commands: Any = (Loss, Kl, Ppl, Tasks, Sample, Compare)
     try:
         command = tyro.extras.subcommand_cli_from_dict(

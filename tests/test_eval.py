@@ -343,6 +343,8 @@ def test_perplexities_of_two_models_are_correlated_and_drawn_a_dot_for_each(tmp_
     cosine = (x - x.mean()) @ (y - y.mean()) / np.sqrt(x.var() * y.var()) / 4
     assert got["log_ppl_correlation"] == pytest.approx(cosine)
     assert got["log_ppl_difference_mean"] == pytest.approx((2.2 - 2 + 2.7 - 3 + 1.8 - 1.5) / 4)
+    assert got["quantiles"]["ppl_b"]["p50"] == pytest.approx(np.median(np.exp(y)))
+    assert got["quantiles"]["log_ppl_difference"]["p95"] < max(y - x)
     divergence.scatter(got, ("a", "b"), tmp_path / "both.svg")
     page = (tmp_path / "both.svg").read_text()
     assert page[page.index('id="PathCollection_1"') :].count("<use ") >= 4

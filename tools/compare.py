@@ -170,7 +170,8 @@ def judge(
 def draw_run(axes: Sequence[Any], run: Curves, baseline: Curves, number: int) -> None:
     """Adds a run to the six panels; `number` is its place and its color."""
     loss, delta, heldout, hashes, lr, norm = axes
-    color, steps = "#555555" if run is baseline else f"C{number}", sorted(run.steps)
+    hue = "014569"[number % 6]  # of matplotlib's cycle, without red and green, which judge hashes
+    color, steps = "#555555" if run is baseline else f"C{hue}", sorted(run.steps)
     thin = slice(None, None, -(-len(steps) // 1500) or 1)  # a million steps still make a small page
 
     def line(axis: Any, x: Sequence | np.ndarray, raw: np.ndarray, mean: np.ndarray) -> None:  # noqa: ANN401

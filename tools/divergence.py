@@ -54,19 +54,21 @@ def divergence(
     a: olmo3.Olmo3, b: olmo3.Olmo3, rows: HeldOut, batch_tokens: int = 32_768
 ) -> dict[str, Any]:
     """D_KL(a || b) over all positions of `rows` that have a target, and how often choices agree."""
-    kept = []
+    kept, shapes = [], set()
     lengths = [len(document) for document in rows.documents]
     for n_rows, width, group in buckets(lengths, batch_tokens):
         tokens = np.zeros((n_rows, width), np.int32)
         for row, index in enumerate(group):
             tokens[row, : lengths[index]] = rows.documents[index]
         out = [np.asarray(x) for x in row_divergences(a, b, put_rows(tokens))]
+        shapes.add((n_rows, width))
         kept += [[x[row, : lengths[i] - 1] for x in out] for row, i in enumerate(group)]
     kl, top1, top5 = (np.concatenate(x).astype(np.float64) for x in zip(*kept, strict=True))
     return {
         "direction": "D_KL(A || B)",
         "vocabulary": min(a.config.tokenizer_size, b.config.tokenizer_size),
         "n_tokens": len(kl),
+        "n_shapes": len(shapes),
         "kl_mean": float(kl.mean()),
         "kl_mean_se": float(kl.std() / math.sqrt(len(kl))),
         "kl_p50": float(np.quantile(kl, 0.5)),
@@ -83,13 +85,19 @@ def compare_perplexities(
     """Perplexities of every document from its summed losses, and how closely they follow."""
     scored = n_targets > 0
     x, y = (nats[scored] / n_targets[scored] for nats in (a, b))
+    series = {"ppl_a": np.exp(x), "ppl_b": np.exp(y), "log_ppl_difference": y - x}
+    levels = {"p05": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95}
     return {
         "n_documents": int(scored.sum()),
+        "quantiles": {
+            name: {key: float(np.quantile(values, level)) for key, level in levels.items()}
+            for name, values in series.items()
+        },
         "log_ppl_difference_mean": float((y - x).mean()),
         "log_ppl_difference_std": float((y - x).std()),
         "log_ppl_correlation": float(np.corrcoef(x, y)[0, 1]) if len(x) > 1 else 1.0,
-        "ppl_a": np.exp(x).tolist(),
-        "ppl_b": np.exp(y).tolist(),
+        "ppl_a": series["ppl_a"].tolist(),
+        "ppl_b": series["ppl_b"].tolist(),
     }
 
 
@@ -98,7 +106,7 @@ def scatter(result: dict[str, Any], names: tuple[str, str], out: Path) -> None:
     import matplotlib
 
     matplotlib.use("agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     x, y = result["ppl_a"], result["ppl_b"]
     ends = [min(*x, *y), max(*x, *y)]
@@ -106,6 +114,10 @@ def scatter(result: dict[str, Any], names: tuple[str, str], out: Path) -> None:
     axis.plot(ends, ends, color="0.7", linewidth=1)
     axis.scatter(x, y, s=10, alpha=0.5, linewidths=0)
     axis.set(xscale="log", yscale="log", aspect="equal")
+    for side in (axis.xaxis, axis.yaxis):
+        side.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        side.set_major_formatter("{x:g}")
+        side.set_minor_formatter(ticker.NullFormatter())
     axis.set(xlabel=f"perplexity, {names[0]}", ylabel=f"perplexity, {names[1]}")
     correlation, shift = result["log_ppl_correlation"], result["log_ppl_difference_mean"]
     axis.set_title(f"{len(x)} documents, r = {correlation:.4f}, mean {shift:+.4f} nats", fontsize=9)
@@ -148,8 +160,8 @@ class Ppl:
         (a, trained_on), (b, _) = load_model(self.a), load_model(self.b)
         rows = read_text(self.text, trained_on)
         n_targets = np.array([len(document) - 1 for document in rows.documents])
-        (x, _), (y, _) = document_losses(a, rows), document_losses(b, rows)
-        result = compare_perplexities(x, y, n_targets)
+        (x, n_shapes), (y, _) = document_losses(a, rows), document_losses(b, rows)
+        result = {"n_shapes": n_shapes} | compare_perplexities(x, y, n_targets)
         if self.plot is not None:
             scatter(result, (str(self.a), str(self.b)), self.plot)
-        finish(result, self.out)
+        finish(result, self.out, only_written=("ppl_a", "ppl_b"))
