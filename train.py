@@ -728,7 +728,6 @@ def main(arguments: list[str]) -> int:
         watch.close()
     elif watch is not None:
         watch.thread.join(0.6)  # it may know who was the first to end
-        sys.stderr.flush()
         os._exit(code)
     return code
 
@@ -736,8 +735,7 @@ def main(arguments: list[str]) -> int:
 if __name__ == "__main__":
     # Under the name by which tools/runs.py knows it.
     code = importlib.import_module("train").main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
     if code == 1:
+        sys.stdout.flush()
         os._exit(1)  # threads of Orbax may wait for a save that failed, for twenty minutes
     sys.exit(code)
