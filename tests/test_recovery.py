@@ -102,6 +102,14 @@ def test_leftovers_of_dead_saves_are_counted_and_removed_and_other_folders_kept(
     assert [row["leftovers"] for row in starts] == [0, 2]
 
 
+def test_first_start_beside_a_dead_save_says_so_and_the_last_step_is_always_saved(tmp_path, capsys):
+    (tmp_path / "checkpoints" / "12.orbax-checkpoint-tmp").mkdir(parents=True)
+    flags = [*FLAGS, "--steps", "7", "--save-every-steps", "5", "--run-dir", str(tmp_path)]
+    assert train.main(flags) == 0
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"5", "7"}
+    assert "removed what 1 unfinished saves had left" in capsys.readouterr().err
+
+
 def events(path):
     """All rows of a run's metrics.jsonl."""
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
