@@ -633,11 +633,10 @@ def loop(run: Any, log: Log, state: TrainState) -> tuple[TrainState, bool]:  # n
             if pending is None:
                 run.recovery.boundary(step, state, run.about)
             run.trace(step - first)
-            batch, lr, began = stream.get(step), learning_rate(config.optim, step), run.clock
-            state, metrics = compiled_step(config, state, batch, jnp.float32(lr))
             if step == first:
-                run.clock = time.perf_counter()
-                log.write({"event": "compile", "step": step, "seconds": run.clock - began})
+                run.compile(log, state)  # while the readers make the order and read ahead
+            batch, lr = stream.get(step), learning_rate(config.optim, step)
+            state, metrics = compiled_step(config, state, batch, jnp.float32(lr))
             if run.watch is not None:
                 run.watch.step = step
             overdue = time.monotonic() - run.saved_at > 60 * config.save_every_minutes

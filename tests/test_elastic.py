@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_train import SMALL, rows_of, token_files
+from test_train import SMALL, WIDE, rows_of, token_files
 
 import data
 import train
 from tools import checkpoints, elastic, processes, runs
 
 ROOT = Path(__file__).parent.parent
-FLOAT32 = [*SMALL, "--model.compute-dtype", "float32"]
-ELASTIC = [*FLOAT32, "--elastic", "--snapshot-every-steps", "5", "--min-devices", "1"]
+ONE_DEVICE = "--xla_force_host_platform_device_count=1"
+ELASTIC = [*WIDE, "--elastic", "--snapshot-every-steps", "5", "--min-devices", "1"]
 
 
 def events(path, name):
@@ -33,7 +33,7 @@ def events(path, name):
 def unbroken(tmp_path_factory):
     """A run of 24 steps on eight devices that nothing happened to."""
     path = tmp_path_factory.mktemp("unbroken") / "run"
-    assert train.main([*FLOAT32, "--steps", "24", "--run-dir", str(path)]) == 0
+    assert train.main([*WIDE, "--steps", "24", "--run-dir", str(path)]) == 0
     return path
 
 
@@ -67,7 +67,7 @@ def test_losing_six_of_eight_devices_and_getting_them_back_keeps_the_curve(
 
 @pytest.mark.slow
 def test_a_run_that_needs_all_devices_waits_until_they_are_back(unbroken, tmp_path):
-    flags = [*FLOAT32, "--elastic", "--snapshot-every-steps", "5", "--steps", "24"]
+    flags = [*WIDE, "--elastic", "--snapshot-every-steps", "5", "--steps", "24"]
     assert train.main([*flags, "--rehearse-loss", "9:2", "10:8", "--run-dir", str(tmp_path)]) == 0
     check_same_curve(tmp_path, unbroken)
     (row,) = events(tmp_path, "recovery")
@@ -112,6 +112,7 @@ def failing_step(monkeypatch, text):
         raise jax.errors.JaxRuntimeError(text)
 
     monkeypatch.setattr(train, "compiled_step", fail)
+    monkeypatch.setattr(runs.Run, "compile", lambda *_: None)
     return tries
 
 
@@ -136,7 +137,7 @@ def test_a_loss_that_repeats_without_progress_ends_the_run(tmp_path, monkeypatch
 
 def test_without_elastic_a_lost_device_ends_the_run(tmp_path, monkeypatch):
     tries = failing_step(monkeypatch, "DATA_LOSS: slice 1 is gone")
-    assert train.main([*FLOAT32, "--run-dir", str(tmp_path)]) == 1
+    assert train.main([*WIDE, "--run-dir", str(tmp_path)]) == 1
     assert len(tries) == 1
 
 
@@ -200,6 +201,7 @@ def test_pathways_manager_finds_the_slices_and_scales_up_again(unbroken, tmp_pat
         return honest(config, state, batch, lr)
 
     patch(train, "compiled_step", step)
+    patch(runs.Run, "compile", lambda *_: None)
     patch(
         elastic.Slices,
         "more",
@@ -248,11 +250,11 @@ def launch(run_dir, *more, env=()):
     """train.py on one CPU device a process, with what it prints in a file."""
     with (run_dir / "stderr").open("a") as file:
         return subprocess.Popen(
-            [sys.executable, "train.py", *FLOAT32, "--run-dir", str(run_dir), *more],
+            [sys.executable, "train.py", *WIDE, "--run-dir", str(run_dir), *more],
             env={
                 **os.environ,
                 "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+                "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {ONE_DEVICE}",
                 "JAX_COMPILATION_CACHE_DIR": jax.config.values["jax_compilation_cache_dir"],
                 **dict(env),
             },

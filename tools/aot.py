@@ -28,9 +28,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import data
 import olmo3
 import train
+from tools import runs
 
 COLLECTIVES = (
     "all-gather",
@@ -59,7 +59,7 @@ class Chip:
     """Bytes a program may use."""
     network: float
     """Bytes per second a device can take in, all links together; an assumption."""
-    splash: dict[tuple[str, int], float]
+    splash: dict[tuple[str, int], int]
     """Cycles of the splash kernels per tile of 1024 x 1024 scores, by kernel and head dimension;
     what benchmarks/splash.py measures.
     """
@@ -432,20 +432,6 @@ class Program:
         return sorted(rows, reverse=True)[:n]
 
 
-def abstract_batch(config: train.RunConfig, mesh: Mesh) -> data.DeviceBatch:
-    """Shapes, dtypes and shardings of a global batch."""
-    accumulation = train.micro_batches(config, mesh.size)
-    rows = (accumulation, config.batch_instances // accumulation)
-    sharding = NamedSharding(mesh, P(None, ("data", "fsdp")))
-
-    def array(shape: tuple[int, ...], dtype: Any) -> Any:  # noqa: ANN401 - shapes pose as arrays
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    tokens = array((*rows, config.data.sequence_length), jnp.int32)
-    segments = tokens if config.data.packed else None
-    return data.DeviceBatch(tokens, tokens, segments, array(rows, jnp.uint32))
-
-
 @dataclass(frozen=True)
 class Step:
     """What the caller knows about the step it wants compiled."""
@@ -556,7 +542,7 @@ def compile_ahead(config: train.RunConfig) -> int:
     """
     mesh = train.train_mesh(config, absent_devices(config.machine.aot))
     lr = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
-    state, batch = train.abstract_state(config, mesh), abstract_batch(config, mesh)
+    state, batch = train.abstract_state(config, mesh), runs.abstract_batch(config, mesh)
     with jax.set_mesh(mesh):
         lowered = train.compiled_step.lower(config, state, batch, lr)
     length, rows = config.data.sequence_length, config.batch_instances // mesh.size

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 import data
@@ -43,6 +45,20 @@ def remaining_mesh(config: train.RunConfig, devices: list, n_at_first: int) -> M
             fewer = dataclasses.replace(config, replicas=max(1, n // shards))
             return train.train_mesh(fewer, devices[:n])
     raise ValueError(f"batch_instances={config.batch_instances} does not divide over any devices")
+
+
+def abstract_batch(config: train.RunConfig, mesh: Mesh) -> data.DeviceBatch:
+    """Shapes, dtypes and shardings of a global batch."""
+    accumulation = train.micro_batches(config, mesh.size)
+    rows = (accumulation, config.batch_instances // accumulation)
+    sharding = NamedSharding(mesh, P(None, ("data", "fsdp")))
+
+    def array(shape: tuple[int, ...], dtype: Any) -> Any:  # noqa: ANN401 - shapes pose as arrays
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    tokens = array((*rows, config.data.sequence_length), jnp.int32)
+    segments = tokens if config.data.packed else None
+    return data.DeviceBatch(tokens, tokens, segments, array(rows, jnp.uint32))
 
 
 class Run:
@@ -229,6 +245,15 @@ class Run:
             return False
         with path.open() as rows:
             return not any(row.startswith(f'{{"step": {step}, "eval"') for row in rows)
+
+    def compile(self, log: Log, state: train.TrainState) -> None:
+        """Compiles the step, which the first call of `train.compiled_step` then finds."""
+        began = time.perf_counter()
+        batch = abstract_batch(self.config, self.mesh)
+        train.compiled_step.lower(self.config, state, batch, jnp.float32(0)).compile()
+        self.clock = time.perf_counter()
+        seconds = self.clock - began
+        log.write({"event": "compile", "step": self.first_step, "seconds": seconds})
 
     def save(self, log: Log, step: int, state: train.TrainState) -> None:
         """Starts to save a step, unless it is saved; waits for the save before to be complete."""
