@@ -45,15 +45,16 @@ def embedded_corpus(cache: str, split: str) -> list[str]:
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
     texts = {f"help/{name}": text.encode() for name, text in topics.topics.items()}
-    for path in root.rglob("*.py"):
-        if not skipped & set(path.relative_to(root).parts):
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - skipped  # not walked into: site-packages may be huge
+        for path in (Path(folder, name) for name in names if name.endswith(".py")):
             texts[str(path.relative_to(root))] = path.read_bytes()
     if len(texts) < 500:
         raise FileNotFoundError(f"source=stdlib: no sources in {root}; name token files instead")
     places = sorted((hashlib.sha256(name.encode()).digest(), text) for name, text in texts.items())
     identity = hashlib.sha256(b"".join(place + hashlib.sha256(t).digest() for place, t in places))
-    folder = Path(cache).expanduser() / f"stdlib-{identity.hexdigest()[:16]}"
-    paths = [folder / f"part-{shard:02}.npy" for shard in range(20)]
+    out = Path(cache).expanduser() / f"stdlib-{identity.hexdigest()[:16]}"
+    paths = [out / f"part-{shard:02}.npy" for shard in range(20)]
 
     def make(path: Path, shard: int) -> None:
         mine = [text for place, text in places if place[-1] * 20 // 256 == shard]
