@@ -144,9 +144,10 @@ def free_port():
             return a.getsockname()[1]
 
 
-SMALL_RUN = [
-    *("--model.d-model", "64", "--model.n-layers", "4", "--model.d-ff", "96"),
-    *("--model.n-heads", "2", "--model.n-kv-heads", "2", "--model.windows", "16", "None"),
+SMALL_RUN = [  # in float32 at a rate near the recipe's, where rounding does not grow
+    *("--model.d-model", "64", "--model.n-layers", "2", "--model.d-ff", "96"),
+    *("--model.n-heads", "2", "--model.n-kv-heads", "2", "--model.windows", "16"),
+    *("--model.compute-dtype", "float32", "--optim.lr", "1e-3"),
     *("--data.sequence-length", "64", "--batch-instances", "8", "--steps", "6"),
     *("--optim.phases.0.warmup-steps", "2", "--eval-every-steps", "100"),
     *("--eval-documents", "4", "--sample-tokens", "0"),
@@ -155,7 +156,7 @@ SMALL_RUN = [
 
 def start(run_dir, port, process, n_processes, *more, devices=1):
     """A training process on CPU with its own devices."""
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     return subprocess.Popen(
         [sys.executable, "train.py", "--run-dir", str(run_dir), *SMALL_RUN, *more]
         + (f"--coordinator 127.0.0.1:{port} --n-processes {n_processes}".split() if port else [])
@@ -174,13 +175,12 @@ def losses(run_dir):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_processes", [2, 4])
-def test_processes_together_repeat_the_losses_of_one(tmp_path, n_processes):
+def test_four_processes_together_repeat_the_losses_of_one(tmp_path):  # two: test_train.py
     port = free_port()
-    runs = [start(tmp_path / "many", port, i, n_processes) for i in range(n_processes)]
+    runs = [start(tmp_path / "many", port, i, 4) for i in range(4)]
     errors = [run.communicate(timeout=300)[1] for run in runs]
-    assert [run.returncode for run in runs] == [0] * n_processes, errors
-    alone = start(tmp_path / "one", 0, 0, 1, devices=n_processes)
+    assert [run.returncode for run in runs] == [0] * 4, errors
+    alone = start(tmp_path / "one", 0, 0, 1, devices=4)
     error = alone.communicate(timeout=300)[1]
     assert alone.returncode == 0, error
     got, want = losses(tmp_path / "many"), losses(tmp_path / "one")

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -582,7 +583,9 @@ def test_mixed_precision_run_stays_within_the_reference_s_own_divergence(path):
     golden = np.load(path)
     case = path.parents[1] / "train_fp32"
     config, tensors = train_case(case, compute_dtype="bfloat16")
-    tokens = np.load(case / "per_step.npz")["input_ids"][: len(golden["step"])]
+    n = len(golden["step"]) if "OLMO3_GOLDENS" in os.environ else 100  # a test run's share
+    golden = {name: golden[name][:n] for name in ("ce_loss", "grad_norm")}
+    tokens = np.load(case / "per_step.npz")["input_ids"][:n]
     got, _ = run_recorded(config, tensors, tokens)
     difference = got["ce"] - golden["ce_loss"]
     # The recorded splits share torch's kernels, hence one forward pass to the bit. Other kernels do
