@@ -334,7 +334,6 @@ def read_text(text: Text, trained_on: data.DataConfig) -> HeldOut:
     prefix = {"none": None, "bos": config.bos_id, "eos": config.eos_id}[text.prefix]
     if text.prefix == "bos" and prefix is None:
         raise ValueError("prefix=bos, but the tokenizer has no BOS; choose none or eos")
-    print(f"prefix before every document: {text.prefix}", file=sys.stderr)
     with contextlib.suppress(FileNotFoundError, ValueError):  # the training data may be elsewhere
         for path in shared_files(data.list_files(trained_on, "train"), paths):
             print(f"warning: {path} is in the training data: not held out", file=sys.stderr)
@@ -345,7 +344,10 @@ def read_text(text: Text, trained_on: data.DataConfig) -> HeldOut:
         n_bytes = tasks.count_token_bytes(tasks.read_tokenizer(text.tokenizer), config.vocab_size)
     elif config.vocab_size == data.EMBEDDED_VOCAB:
         n_bytes = embedded_token_bytes(config.vocab_size)
-    return prepare_heldout(by_label, config, n_bytes, prefix).first(text.max_documents)
+    rows = prepare_heldout(by_label, config, n_bytes, prefix).first(text.max_documents)
+    first = rows.documents[0][:8].tolist()
+    print(f"prefix of every document: {text.prefix}; the first is {first}", file=sys.stderr)
+    return rows
 
 
 def finish(

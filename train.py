@@ -124,6 +124,8 @@ class RunConfig:
     """The run stops after this optimizer step; schedules keep their own horizon."""
     batch_instances: int
     """Sequences of one optimizer step over all devices."""
+    epochs: int | None = None
+    """Or after so many epochs of the data, whatever number of steps that is."""
     sequences_per_device: int = 4
     """Most sequences a device holds at a time; accumulation makes up the rest of the batch."""
     replicas: int = 1
@@ -155,9 +157,7 @@ class RunConfig:
     max_nonfinite_steps: int = 5
     """So many steps in a row without a finite loss and gradient end the run."""
     rollback_on_spike: int = 0
-    """After so many skipped steps in a row, goes back to the checkpoint before the first of them
-    and leaves out their batches; 0 never does.
-    """
+    """After so many skipped steps in a row, goes back, leaving out their batches; 0 never does."""
     machine: tyro.conf.OmitArgPrefixes[MachineConfig] = field(default_factory=MachineConfig)
     """Topology, processes, profile."""
     mirrors: tuple[Literal["wandb", "tensorboard"], ...] = ()

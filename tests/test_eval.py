@@ -684,7 +684,9 @@ def test_text_that_was_trained_on_is_called_not_held_out(tmp_path, capsys):
     assert len(rows.documents) == 20
     assert rows.n_bytes is not None
     assert rows.n_bytes.tolist() == [2] * 20
-    assert "not held out" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "not held out" in said
+    assert "prefix of every document: none; the first is [1, 2, 3, 256]" in said  # B12
 
 
 def test_a_mirror_that_fails_is_dropped_and_training_goes_on(tmp_path, capsys, monkeypatch):

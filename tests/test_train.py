@@ -400,6 +400,17 @@ def test_any_devices_continue_a_run_with_the_same_losses(mesh, on_eight, tmp_pat
 
 
 @pytest.mark.slow
+def test_a_run_of_two_epochs_ends_with_the_second_one(tmp_path, capsys):  # A11
+    source = token_files(tmp_path / "data", 1300)  # 40 instances: 5 batches of 8
+    flags = [*SMALL, "--data.source", source, "--max-devices", "1", "--run-dir", str(tmp_path)]
+    assert train.main([*flags, "--epochs", "2", "--save-every-steps", "4"]) == 0
+    assert list(rows_of(tmp_path)) == list(range(1, 11))
+    assert "5 steps will repeat data" in capsys.readouterr().err
+    assert train.main([*flags, "--epochs", "2"]) == 0
+    assert "already at step 10 of 10, nothing to do" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_loss_that_never_is_finite_ends_the_run_naming_step_and_batch(tmp_path):
     flags = [*SMALL, "--max-devices", "1", "--steps", "9", "--run-dir", str(tmp_path)]
     run = runs.Run(train.parse([*flags, "--max-nonfinite-steps", "3"]))

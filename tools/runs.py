@@ -124,6 +124,10 @@ class Run:
             cursor = data.Cursor(**about["cursor"])
         loader = functools.partial(data.Loader, self.dataset, config.data, config.batch_instances)
         self.loader = loader(cursor, config.allow_data_change)
+        if config.epochs is not None:
+            at, n = self.loader.start, self.loader.batches_per_epoch
+            left = (config.epochs - at.epoch + 1) * n - at.batches
+            self.config = dataclasses.replace(config, steps=at.step + max(left, 0))
         if back is not None:
             cursor = self.loader.cursor(step)
             batches = cursor.batches + back.bad - step
