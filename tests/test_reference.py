@@ -590,13 +590,16 @@ def test_mixed_precision_run_stays_within_the_reference_s_own_divergence(path):
     difference = got["ce"] - golden["ce_loss"]
     # The recorded splits share torch's kernels, hence one forward pass to the bit. Other kernels do
     # not: five spellings of the same attention in torch 2.13 differ from the record at step 1 by
-    # -5.1e-4 to +3.6e-4, so what binds here is the splits' divergence after their first step.
+    # -5.1e-4 to +3.6e-4. What two kernels and two splits may differ by is the sum, which a run in
+    # float32 exceeds (1.49e-3). Seen: 4.2e-4 to 8.6e-4 over JAX 0.10 and 0.12 on AVX-512 and SSE.
+    kernels = 5.1e-4
     splits = [
         facts["against_mixed_2proc"]["ce_abs_max_up_to"]
         for facts in json.loads((path.parent / "summary.json").read_text()).values()
         if isinstance(facts, dict) and "against_mixed_2proc" in facts
     ]
-    assert np.abs(difference[:10]).max() <= max(s["10"] for s in splits)
+    assert abs(difference[0]) <= kernels
+    assert np.abs(difference[:10]).max() <= kernels + max(s["10"] for s in splits)
     assert np.abs(difference).max() <= 5e-3
     assert abs(difference[-50:].mean()) <= 2e-3
     np.testing.assert_allclose(got["grad_norm"], golden["grad_norm"], rtol=3.2e-2)
