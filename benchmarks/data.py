@@ -1,6 +1,6 @@
 """How fast data.py reads, next to other loaders where they are installed.
 
-    python benchmarks/data.py [local] [filter] [http] [memory] [peers] [tokenize] [scale]
+    python benchmarks/data.py [local] [filter] [http] [memory] [peers] [tokenize] [scale] [audit]
 
 Prints one line per figure. Token files are made in a temporary folder and deleted. A batch is what
 training gets: int32 tokens, targets and ids on the device, each id checked against the vocabulary.
@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import data
-from tools import corpus
+from tools import audit, corpus
 
 LENGTH, BATCH = 8192, 128
 
@@ -223,25 +223,43 @@ def tokenize(folder: Path) -> None:
         corpus.tokenize(job)
 
 
+def stage1_sizes(n_files: int) -> np.ndarray:
+    """Bytes of files that hold stage 1's 723,873,279 instances between them."""
+    counts = np.full(n_files, 723_873_279 // n_files)
+    counts[: 723_873_279 % n_files] += 1
+    return counts * LENGTH * 4
+
+
 def scale(folder: Path) -> None:
     """The order of stage 1, 723,873,279 instances in 1016 files: made, then found again."""
-    counts = np.full(1016, 723_873_279 // 1016)
-    counts[: 723_873_279 % 1016] += 1
     config = data.DataConfig(cache=str(folder))
     names = [f"{i}.npy" for i in range(1016)]
     for what in ("made", "found again"):
         started = time.perf_counter()
-        dataset = data.make_dataset(config, data.Files(), names, counts * LENGTH * 4)
+        dataset = data.make_dataset(config, data.Files(), names, stage1_sizes(1016))
         ids = data.Loader(dataset, config, 512).instance_ids(1)
         seconds = time.perf_counter() - started
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
         print(f"scale: {what} in {seconds:.2f} s, peak {peak:.2f} GB, first ids {ids[:3]}")
 
 
+def audit_(folder: Path) -> None:
+    """The audit of two epochs of the manifest that MANIFEST names, at stage 1's size."""
+    config = data.DataConfig(source=os.environ["MANIFEST"], base="https://olmo-data.org")
+    paths = data.list_files(config)
+    audit.write_index(folder / "i.json", config, paths, stage1_sizes(len(paths)))
+    started = time.perf_counter()
+    program = [sys.executable, str(Path(data.__file__)), "audit", "--index", str(folder / "i.json")]
+    options = ["--batch", "512", "--processes", "1,2,8,32", "--epochs", "2"]
+    code = subprocess.run([*program, *options, "--cache", str(folder)]).returncode
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
+    seconds = time.perf_counter() - started
+    print(f"audit: {len(paths)} files, exit {code}, {seconds:.0f} s, peak {peak:.1f} GB")
+
+
 if __name__ == "__main__":
-    figures = {
-        f.__name__.rstrip("_"): f for f in (local, filter_, http, memory, peers, tokenize, scale)
-    }
+    parts = (local, filter_, http, memory, peers, tokenize, scale, audit_)
+    figures = {f.__name__.rstrip("_"): f for f in parts}
     if sys.argv[1:] == ["serve"]:
         threading.stack_size(256 * 1024)
         serve()
